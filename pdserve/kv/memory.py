@@ -1,0 +1,55 @@
+"""A rank's KV memory: one file descriptor, one mapping, one region per layer group."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.layout import KvLayout, PageGeometry
+
+_DTYPES: dict[int, type[np.generic]] = {2: np.uint16, 4: np.float32}
+
+
+class KvMemory:
+    """The pages of one rank, laid over a memfd.
+
+    `blocks` is `(layers, pages, 2, kv_heads, page_size, head_dim)` for HND: float32, or bf16 seen as uint16.
+    The descriptor `fd` can be passed to another process, which maps the same bytes.
+    """
+
+    def __init__(self, geometry: PageGeometry) -> None:
+        if geometry.layout is not KvLayout.HND:
+            raise ValueError("CPU kernels read HND blocks only")
+        self.geometry = geometry
+        self.fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, geometry.region_bytes)
+        self._map = mmap.mmap(self.fd, geometry.region_bytes)
+        g = geometry
+        self.blocks: NDArray[Any] = np.frombuffer(self._map, dtype=_DTYPES[g.element_bytes]).reshape(
+            g.layers, g.pages, 2, g.kv_heads, g.page_size, g.head_dim
+        )
+
+    @property
+    def address(self) -> int:
+        """Where the mapping starts in this process."""
+        return int(self.blocks.ctypes.data)
+
+    def close(self) -> None:
+        """Unmaps and closes; views of `blocks` taken elsewhere must be gone. Idempotent."""
+        if self.fd < 0:
+            return
+        self.blocks = np.empty(0, dtype=self.blocks.dtype)
+        self._map.close()
+        os.close(self.fd)
+        self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
