@@ -1,0 +1,256 @@
+"""A decode node's handoffs: memory pinned, counters armed, messages exchanged, and every page accounted for.
+
+Owned by the receiver's thread. What becomes of the requests is the receiver's business: it is told through `Outcomes`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from pdserve.errors import OutOfPages
+from pdserve.messenger.handoff import decode as h
+from pdserve.messenger.peers import Peer, PeerTable, ReceiverParts
+from pdserve.messenger.slots import SlotTable
+from pdserve.messenger.target import HandoffTrace, TargetHandoff
+from pdserve.messenger.wire import (
+    Accept,
+    Cancel,
+    Done,
+    HandoffId,
+    HandoffRequest,
+    Quiesced,
+    Reject,
+)
+from pdserve.types import PageIndex, RequestId
+from policies.sharding import expected_count, pages_sent
+from transport.api import Imm
+
+CANCEL_PATIENCE_S = 2.0  # before a Cancel is repeated
+CANCELS = 3  # then the peer is revoked
+TRACES = 1024  # kept for `trace()`
+
+
+class Outcomes(Protocol):
+    """Who is told what became of an attempt."""
+
+    def pages_ready(self, request_id: RequestId, pages: tuple[PageIndex, ...]) -> None: ...
+
+    def attempt_failed(self, attempt: TargetHandoff, reason: str, retryable: bool) -> None: ...
+
+    def revoke(self, peer: Peer, reason: str) -> None: ...
+
+
+class Attempts:
+    def __init__(self, parts: ReceiverParts, peers: PeerTable, post: Callable[[Callable[[], None]], None]) -> None:
+        self._parts = parts
+        self._peers = peers
+        self._post = post
+        self._slots = SlotTable()
+        self._handoffs: dict[HandoffId, TargetHandoff] = {}
+        self._traces: OrderedDict[RequestId, HandoffTrace] = OrderedDict()
+        self._number = 0
+        self.outcomes: Outcomes | None = None
+        self.failures = {"transfer": 0, "expired": 0, "rejected": 0, "peer_lost": 0}
+
+    def __len__(self) -> int:
+        return len(self._handoffs)
+
+    @property
+    def quarantined(self) -> int:
+        return sum(entry.machine.state in h.HELD for entry in list(self._handoffs.values()))
+
+    def trace(self, request_id: RequestId) -> HandoffTrace | None:
+        return self._traces.get(request_id)
+
+    def begin(self, request_id: RequestId, tokens: tuple[int, ...], peer: Peer) -> HandoffId:
+        """Pins pages and a slot, arms the counter, and only then asks. Raises OutOfPages when either is short now."""
+        if not self._slots.free:
+            raise OutOfPages("all immediate slots are taken")
+        pages = self._parts.pool.allocate(self._parts.memory.geometry.pages_for(len(tokens) - 1))
+        self._number += 1
+        entry = TargetHandoff(
+            id=HandoffId(self._parts.card.incarnation, self._number),
+            request_id=request_id,
+            peer=peer.node,
+            pages=pages,
+            imm=self._slots.take(),
+            tokens=tokens,
+            deadline=time.monotonic() + self._parts.settings.request_timeout_s,
+        )
+        self._handoffs[entry.id] = entry
+        count = self._expected(len(tokens), peer)
+        self._open_trace(entry, peer, count)
+        self._feed(entry, h.Allotted(count))
+        return entry.id
+
+    def _expected(self, prompt_tokens: int, peer: Peer) -> int:
+        card = self._parts.card
+        sent = pages_sent(prompt_tokens - 1, card.page_size)
+        return expected_count([(group, sent) for group in card.groups], peer.parallel, card.parallel, card.page_size)
+
+    def give_up(self, handoff: HandoffId | None, reason: str) -> None:
+        """The request is gone: its memory stays in quarantine until it is safe."""
+        entry = None if handoff is None else self._handoffs.get(handoff)
+        if entry is not None:
+            self._feed(entry, h.GiveUp(reason, retryable=False))
+
+    def revoked(self, peer: Peer, reason: str) -> None:
+        """The peer's link is closed and drained."""
+        self.failures["peer_lost"] += 1
+        for entry in [e for e in self._handoffs.values() if e.peer == peer.node]:
+            self._feed(entry, h.PeerRevoked(f"{peer.node} was lost: {reason}"))
+
+    # ------------------------------------------------ messages
+
+    def on_message(self, message: Accept | Reject | Quiesced | Done) -> None:
+        if isinstance(message, Done):
+            self._done(message)
+            return
+        entry = self._handoffs.get(message.id)
+        peer = None if entry is None else self._peers.get(entry.peer)
+        if entry is None or peer is None or peer.incarnation != message.source:
+            return  # long over, or from an incarnation that was revoked
+        match message:
+            case Accept():
+                entry.deadline = time.monotonic() + self._parts.settings.transfer_timeout_s
+                self._feed(entry, h.Accepted())
+            case Reject(reason=reason, retryable=retryable):
+                self.failures["rejected"] += 1
+                self._feed(entry, h.Rejected(reason, retryable))
+            case Quiesced(posted=posted, reason=reason):
+                self.failures["transfer"] += 1
+                received = 0 if entry.armed is None else entry.armed.received(entry.imm)
+                self._feed(entry, h.QuiescedAt(posted, received, reason))
+
+    def _done(self, message: Done) -> None:
+        """Bookkeeping only: timings for the trace. Readiness comes from the count alone."""
+        for trace in reversed(self._traces.values()):
+            if trace.handoff == message.id:
+                self._traces[trace.request_id] = replace(trace, writes_posted=message.posted, timings=message.timings)
+                return
+
+    # ------------------------------------------------ machine in, work out
+
+    def _feed(self, entry: TargetHandoff, event: h.DecodeEvent) -> None:
+        for instruction in entry.machine.handle(event):
+            self._execute(entry, instruction)
+
+    def _execute(self, entry: TargetHandoff, instruction: h.DecodeInstruction) -> None:
+        assert self.outcomes is not None
+        pool, peer = self._parts.pool, self._peers.get(entry.peer)
+        match instruction:
+            case h.ArmCounter(expected):
+                assert peer is not None
+                entry.armed = peer.immediates
+                entry.armed.arm(entry.imm, expected, partial(self._full, entry.id))
+            case h.SendRequest():
+                assert peer is not None
+                peer.channel.send(self._request(entry, peer))
+            case h.SendCancel():
+                self._send_cancel(entry, peer)
+            case h.Retarget(expected):
+                assert entry.armed is not None
+                entry.deadline = time.monotonic() + CANCELS * CANCEL_PATIENCE_S
+                entry.armed.retarget(entry.imm, expected, partial(self._full, entry.id))
+            case h.QuarantinePages():
+                pool.quarantine(entry.pages)
+            case h.Free(quarantined):
+                self._retire(entry)
+                (pool.release if quarantined else pool.free)(entry.pages)
+            case h.Deliver():
+                self._ready(entry)
+            case h.Fail(reason, retryable):
+                self.outcomes.attempt_failed(entry, reason, retryable)
+            case h.RevokePeer():
+                if peer is not None:
+                    self.outcomes.revoke(peer, "it does not answer a cancel")
+
+    def _request(self, entry: TargetHandoff, peer: Peer) -> HandoffRequest:
+        assert peer.incarnation is not None
+        return HandoffRequest(
+            id=entry.id,
+            sender=self._parts.card.node_id,
+            source=self._parts.card.incarnation,
+            target=peer.incarnation,
+            prompt=entry.tokens,
+            present_pages=0,
+            pages=entry.pages,
+            imm=entry.imm,
+            timeout_s=self._parts.settings.transfer_timeout_s,
+        )
+
+    def _send_cancel(self, entry: TargetHandoff, peer: Peer | None) -> None:
+        entry.deadline, entry.cancels = time.monotonic() + CANCEL_PATIENCE_S, entry.cancels + 1
+        if peer is not None and peer.incarnation is not None:
+            card = self._parts.card
+            peer.channel.send(Cancel(entry.id, card.node_id, card.incarnation, peer.incarnation))
+
+    def _full(self, handoff: HandoffId, imm: Imm) -> None:
+        at = time.monotonic()
+        self._post(lambda: self._counted(handoff, at))
+
+    def _counted(self, handoff: HandoffId, at: float) -> None:
+        entry = self._handoffs.get(handoff)
+        if entry is not None:
+            entry.full_at = at
+            self._feed(entry, h.CountFull())
+
+    def _retire(self, entry: TargetHandoff) -> int:
+        """Stops counting and gives the slot back; returns what was counted."""
+        counted = 0 if entry.armed is None else entry.armed.disarm(entry.imm)
+        entry.armed = None
+        self._slots.give_back(entry.imm)
+        del self._handoffs[entry.id]
+        return counted
+
+    def _ready(self, entry: TargetHandoff) -> None:
+        assert self.outcomes is not None
+        counted = self._retire(entry)
+        trace = self._traces.get(entry.request_id)
+        if trace is not None and trace.handoff == entry.id:
+            self._traces[entry.request_id] = replace(trace, writes_counted=counted, ready_at=entry.full_at)
+        self.outcomes.pages_ready(entry.request_id, entry.pages)
+
+    # ------------------------------------------------ deadlines
+
+    def check(self, now: float) -> None:
+        for entry in list(self._handoffs.values()):
+            if entry.id in self._handoffs:  # not freed by what another entry's deadline caused
+                self._check(entry, now)
+
+    def _check(self, entry: TargetHandoff, now: float) -> None:
+        state = entry.machine.state
+        unseen = state in (h.DecodeState.REQUESTED, h.DecodeState.ACCEPTED)
+        if unseen and entry.armed is not None and entry.armed.received(entry.imm):
+            entry.deadline = max(entry.deadline, now + self._parts.settings.transfer_timeout_s)
+            self._feed(entry, h.ImmediatesSeen())
+        if now <= entry.deadline:
+            return
+        if state in h.HELD:
+            entry.deadline = now + CANCEL_PATIENCE_S
+            final = entry.cancels >= CANCELS or state is h.DecodeState.QUARANTINED
+            self._feed(entry, h.CancelUnanswered(final))
+        else:
+            self.failures["expired"] += 1
+            self._feed(entry, h.GiveUp(f"no pages from {entry.peer} in time ({state})", retryable=True))
+
+    def _open_trace(self, entry: TargetHandoff, peer: Peer, count: int) -> None:
+        before = self._traces.pop(entry.request_id, None)
+        self._traces[entry.request_id] = HandoffTrace(
+            request_id=entry.request_id,
+            handoff=entry.id,
+            prefill=peer.node,
+            provider=peer.provider,
+            attempt=1 if before is None else before.attempt + 1,
+            prompt_tokens=len(entry.tokens),
+            requested_at=time.monotonic(),
+            writes_expected=count,
+            bytes_expected=count * self._parts.memory.geometry.block_bytes,
+        )
+        while len(self._traces) > TRACES:
+            self._traces.popitem(last=False)

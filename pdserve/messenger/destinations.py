@@ -1,0 +1,81 @@
+"""The decode nodes that a prefill node has met: one link towards each incarnation."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from pdserve.errors import MeetingRefused
+from pdserve.messenger.liveness import PeerWatch
+from pdserve.messenger.meeting import Transports, choose_provider, refusal
+from pdserve.messenger.wire import MeetRefusal, MeetReply, MeetRequest, NodeCard
+from pdserve.types import Incarnation
+from transport.api import Link, SourceRegion
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """One decode node: what it told us, and the link that writes to it."""
+
+    request: MeetRequest
+    link: Link
+    source: SourceRegion
+
+
+class Destinations:
+    """Owned by the sender's thread."""
+
+    def __init__(self, card: NodeCard, transports: Transports, provider: str) -> None:
+        self._card = card
+        self._transports = transports
+        self._provider = provider
+        self._met: dict[Incarnation, Destination] = {}
+        self._watch = PeerWatch()
+
+    def __contains__(self, incarnation: Incarnation) -> bool:
+        return incarnation in self._met
+
+    def get(self, incarnation: Incarnation) -> Destination | None:
+        return self._met.get(incarnation)
+
+    def all(self) -> list[Incarnation]:
+        return list(self._met)
+
+    def meet(self, request: MeetRequest) -> MeetReply | MeetRefusal:
+        """Compares cards and opens a link, or says what differs. The incarnation must not be met already."""
+        theirs = request.card
+        reason = refusal(self._card, theirs) or self._connect(request)
+        if reason is not None:
+            _log.warning("refused %s: %s", theirs.node_id, reason)
+            return MeetRefusal(reason)
+        _log.info("met %s over %s, window %d", theirs.node_id, request.address.provider, request.window)
+        return MeetReply(self._card)
+
+    def _connect(self, request: MeetRequest) -> str | None:
+        try:
+            provider = choose_provider(self._provider, self._card, request.card)
+        except MeetingRefused as error:
+            return str(error)
+        if request.address.provider != provider:
+            return f"provider differs: {provider} at {self._card.node_id}, {request.address.provider} at the peer"
+        opened = self._transports.get(provider)
+        link = opened.transport.open_link()
+        link.connect(request.address, window=request.window, name=request.card.node_id)
+        self._met[request.card.incarnation] = Destination(request, link, opened.source)
+        if request.card.host == self._card.host:
+            self._watch.add(request.card.incarnation, request.card.pid)
+        return None
+
+    def forget(self, incarnation: Incarnation) -> Destination | None:
+        """Takes it out; the caller closes its link once its transfers are marked."""
+        self._watch.remove(incarnation)
+        return self._met.pop(incarnation, None)
+
+    def ended(self) -> list[Incarnation]:
+        """Those whose process has ended (known on this host only)."""
+        return self._watch.ended()
+
+    def close(self) -> None:
+        self._watch.close()

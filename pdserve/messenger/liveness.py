@@ -1,0 +1,62 @@
+"""Proof that a peer process on this host is gone.
+
+A pidfd becomes readable when its process has ended, whoever its parent is. For peers on other hosts there is no such
+proof: they are given up by deadlines and revoked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from pathlib import Path
+
+from pdserve.types import Incarnation
+
+
+def host_identity() -> str:
+    """Equal for processes that share memory and process ids: boot and pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with contextlib.suppress(OSError):
+        return f"{boot.read_text().strip()}:{os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+class PeerWatch:
+    """Watches processes of this host by pidfd. Not thread-safe: one owner."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._by_fd: dict[int, Incarnation] = {}
+        self._gone: set[Incarnation] = set()
+
+    def add(self, incarnation: Incarnation, pid: int) -> None:
+        """Watches `pid`; one that has ended already is reported by the next `ended()`."""
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._gone.add(incarnation)
+        else:
+            self._by_fd[fd] = incarnation
+            self._poll.register(fd, select.POLLIN)
+
+    def remove(self, incarnation: Incarnation) -> None:
+        self._gone.discard(incarnation)
+        for fd in [fd for fd, who in self._by_fd.items() if who == incarnation]:
+            self._poll.unregister(fd)
+            os.close(fd)
+            del self._by_fd[fd]
+
+    def ended(self) -> list[Incarnation]:
+        """Those whose process has ended since they were added; each is reported once."""
+        gone = list(self._gone)
+        if self._by_fd:
+            gone += [self._by_fd[fd] for fd, _ in self._poll.poll(0)]
+        for incarnation in gone:
+            self.remove(incarnation)
+        return gone
+
+    def close(self) -> None:
+        for incarnation in list(self._by_fd.values()):
+            self.remove(incarnation)

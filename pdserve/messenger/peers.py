@@ -1,0 +1,147 @@
+"""The prefill nodes that a decode node has met: one link, one exposed region and one window each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdserve.config import HandoffSettings
+from pdserve.errors import MeetingRefused
+from pdserve.kv.memory import KvMemory
+from pdserve.kv.pool import PagePool
+from pdserve.messenger.liveness import PeerWatch
+from pdserve.messenger.meeting import Transports, choose_provider, refusal
+from pdserve.messenger.wire import (
+    MeetRefusal,
+    MeetReply,
+    MeetRequest,
+    NodeCard,
+    RegionGrant,
+    ToPrefillChannel,
+)
+from pdserve.types import Incarnation, NodeId, RequestId, SequenceOutput
+from policies.sharding import ParallelLayout
+from transport.api import Immediates, Link, Transport
+
+Reroute = Callable[[RequestId, frozenset[NodeId], Callable[[NodeId | None], None]], None]
+"""Asks for another prefill node; the reply may come on any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverParts:
+    """What a receiver is put together from."""
+
+    card: NodeCard
+    memory: KvMemory
+    pool: PagePool
+    transports: Transports
+    settings: HandoffSettings
+    provider: str  # configured, or "auto"
+    window: int  # writes granted to one peer
+    channel: Callable[[NodeId], ToPrefillChannel]
+    card_of: Callable[[NodeId], NodeCard | None]  # what discovery knows of a prefill node
+    reroute: Reroute
+    emit: Callable[[tuple[SequenceOutput, ...]], None]
+
+
+@dataclass(slots=True)
+class Peer:
+    """One prefill node. `link` is None until it has answered."""
+
+    node: NodeId
+    provider: str
+    channel: ToPrefillChannel
+    transport: Transport
+    offered: Link
+    window: int
+    answer_by: float  # `time.monotonic()`
+    incarnation: Incarnation | None = None
+    parallel: ParallelLayout = field(default_factory=ParallelLayout)
+    link: Link | None = None
+
+    @property
+    def immediates(self) -> Immediates:
+        return self.transport.immediates
+
+
+class PeerTable:
+    """Owned by the receiver's thread."""
+
+    def __init__(self, parts: ReceiverParts) -> None:
+        self._parts = parts
+        self._peers: dict[NodeId, Peer] = {}
+        self._watch = PeerWatch()
+
+    def get(self, node: NodeId) -> Peer | None:
+        return self._peers.get(node)
+
+    def all(self) -> list[Peer]:
+        return list(self._peers.values())
+
+    def begin(self, node: NodeId, on_answer: Callable[[Peer, object], None]) -> None:
+        """Opens a link for the peer, exposes our region on it, and asks to meet; the answer goes to `complete`.
+
+        Raises MeetingRefused when the peer is unknown or no provider is common.
+        """
+        card = self._parts.card_of(node)
+        if card is None:
+            raise MeetingRefused(f"{node} is not known")
+        peer = self._open(node, choose_provider(self._parts.provider, self._parts.card, card))
+        geometry = self._parts.memory.geometry
+        exposed = peer.offered.expose(self._parts.transports.memory)
+        grant = RegionGrant(exposed.descriptor, geometry.layer_stride_bytes, geometry.block_bytes, geometry.pages)
+        request = MeetRequest(self._parts.card, peer.offered.address, (grant,), peer.window)
+        self._peers[node] = peer
+        peer.channel.meet(request, lambda answer: on_answer(peer, answer))
+
+    def _open(self, node: NodeId, provider: str) -> Peer:
+        transport = self._parts.transports.get(provider).transport
+        granted = sum(peer.window for peer in self._peers.values() if peer.transport is transport)
+        window = min(self._parts.window, transport.max_window - granted)
+        if window < 1:
+            raise MeetingRefused(f"all {transport.max_window} writes that may be outstanding here are granted")
+        answer_by = time.monotonic() + self._parts.settings.request_timeout_s
+        return Peer(node, provider, self._parts.channel(node), transport, transport.open_link(), window, answer_by)
+
+    def complete(self, peer: Peer, answer: object) -> bool:
+        """Takes the answer to a meeting; False if the peer was revoked in the meantime.
+
+        Raises MeetingRefused, and closes the link, unless it was a fitting reply.
+        """
+        if self._peers.get(peer.node) is not peer:
+            return False
+        reason = self._fault(peer, answer)
+        if reason is not None:
+            self.revoke(peer)
+            raise MeetingRefused(reason)
+        assert isinstance(answer, MeetReply)
+        peer.incarnation, peer.parallel, peer.link = answer.card.incarnation, answer.card.parallel, peer.offered
+        if answer.card.host == self._parts.card.host:
+            self._watch.add(peer.incarnation, answer.card.pid)
+        return True
+
+    def unanswered(self, now: float) -> list[Peer]:
+        """Peers that were asked to meet and have not answered in time."""
+        return [peer for peer in self._peers.values() if peer.link is None and now > peer.answer_by]
+
+    def _fault(self, peer: Peer, answer: object) -> str | None:
+        if isinstance(answer, MeetReply):
+            return refusal(answer.card, self._parts.card)
+        return answer.reason if isinstance(answer, MeetRefusal) else str(answer)
+
+    def revoke(self, peer: Peer) -> None:
+        """Closes the peer's link: on return nothing of it can land any more."""
+        if peer.incarnation is not None:
+            self._watch.remove(peer.incarnation)
+        peer.offered.close()
+        if self._peers.get(peer.node) is peer:
+            del self._peers[peer.node]
+
+    def ended(self) -> list[Peer]:
+        """Peers whose process has ended (known on this host only)."""
+        gone = set(self._watch.ended())
+        return [peer for peer in self._peers.values() if peer.incarnation in gone]
+
+    def close(self) -> None:
+        self._watch.close()

@@ -1,0 +1,107 @@
+"""What the sender keeps of one handoff beside its state machine: pages, the current chunk, transfers, times."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.engine.hooks import Chunk
+from pdserve.messenger.handoff.prefill import PrefillHandoff
+from pdserve.messenger.wire import HandoffRequest, LayerTiming, PrefillTimings
+from pdserve.types import PageIndex, RequestId
+from transport.api import Transfer
+
+_EMPTY: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _LayerWrite:
+    chunk: int
+    layer: int
+    computed_at: float
+    posted_at: float
+    transfer: Transfer
+    bytes: int
+
+
+@dataclass(slots=True)
+class SourceHandoff:
+    request: HandoffRequest
+    received_at: float
+    page_size: int
+    machine: PrefillHandoff = field(default_factory=PrefillHandoff)
+    pages: tuple[PageIndex, ...] = ()
+    started_at: float = 0.0
+    computed_at: float = 0.0
+    drained_at: float = 0.0
+    chunk_source: NDArray[np.int64] = field(default=_EMPTY)  # pages of the current chunk, here
+    chunk_target: NDArray[np.int64] = field(default=_EMPTY)  # and there
+    _chunks: list[tuple[int, int]] = field(default_factory=list)
+    _computed: list[tuple[int, float]] = field(default_factory=list)  # layers not yet posted, when they were seen
+    _writes: list[_LayerWrite] = field(default_factory=list)
+
+    @property
+    def job_id(self) -> RequestId:
+        return RequestId(str(self.request.id))
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt without its last token: what is prefilled."""
+        return self.request.prompt[:-1]
+
+    @property
+    def deadline(self) -> float:
+        return self.received_at + self.request.timeout_s
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether the current chunk has pages that D lacks."""
+        return len(self.chunk_source) > 0
+
+    def begin_chunk(self, chunk: Chunk, now: float) -> None:
+        self.started_at = self.started_at or now
+        self._chunks.append((chunk.start, chunk.end))
+        self._computed = []
+        first = max(chunk.start // self.page_size, self.request.present_pages)
+        stop = max(first, -(-chunk.end // self.page_size))
+        skipped = self.request.present_pages
+        self.chunk_source = np.asarray(self.pages[first:stop], dtype=np.int64)
+        self.chunk_target = np.asarray(self.request.pages[first - skipped : stop - skipped], dtype=np.int64)
+
+    def computed(self, layers: range) -> None:
+        now = time.monotonic()
+        self._computed.extend((layer, now) for layer in layers)
+
+    def take_computed(self) -> list[tuple[int, float]]:
+        """Layers to post now, in order, and when each was seen to be computed."""
+        layers, self._computed = self._computed, []
+        return layers
+
+    def submitted(self, layer: int, computed_at: float, transfer: Transfer, block_bytes: int) -> None:
+        size = block_bytes * transfer.total
+        self._writes.append(_LayerWrite(len(self._chunks) - 1, layer, computed_at, time.monotonic(), transfer, size))
+
+    def stop_transfers(self) -> None:
+        for write in self._writes:
+            if not write.transfer.done:
+                write.transfer.cancel()
+
+    def timings(self) -> PrefillTimings:
+        layers = tuple(
+            LayerTiming(
+                chunk=write.chunk,
+                layer=write.layer,
+                computed_at=write.computed_at,
+                posted_at=write.posted_at,
+                completed_at=write.transfer.finished_at or 0.0,
+                writes=write.transfer.completed,
+                bytes=write.bytes,
+            )
+            for write in self._writes
+        )
+        return PrefillTimings(
+            self.received_at, self.started_at, self.computed_at, self.drained_at, tuple(self._chunks), layers
+        )

@@ -1,0 +1,207 @@
+"""The messages of a handoff, and what two nodes tell each other when they meet.
+
+Every message names both incarnations; one from or for another incarnation is refused. All are frozen and picklable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from pdserve.types import Incarnation, NodeId, PageIndex, Role
+from policies.layout import KvLayout
+from policies.sharding import LayerGroup, ParallelLayout
+from transport.api import Imm, LinkAddress, RegionDescriptor
+
+PROTOCOL_VERSION = 1
+
+
+class HandoffId(NamedTuple):
+    """Unique for ever: the decode node's incarnation and its running number."""
+
+    decode: Incarnation
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.decode:016x}/{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCard:
+    """What a node is, as far as its peers must know."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    role: Role
+    host: str  # equal for processes that share memory and pids
+    pid: int
+    providers: tuple[str, ...]  # what its transports can open, best first
+    protocol: int
+    model: str
+    fingerprint: str
+    dtype: str
+    page_size: int
+    kv_layout: KvLayout
+    head_dim: int
+    groups: tuple[LayerGroup, ...]
+    parallel: ParallelLayout
+    max_model_len: int
+
+    @property
+    def compatibility(self) -> str:
+        """Equal on nodes that can work together; what `policies.routing` compares."""
+        parts = (self.protocol, self.fingerprint, self.dtype, self.page_size, self.kv_layout, self.max_model_len)
+        return "|".join(str(part) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionGrant:
+    """One rank's region, exposed to one peer: the descriptor and where its blocks lie."""
+
+    descriptor: RegionDescriptor
+    layer_stride_bytes: int
+    block_bytes: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeetRequest:
+    """D → P: who I am, where to write, and how much may be outstanding."""
+
+    card: NodeCard
+    address: LinkAddress
+    regions: tuple[RegionGrant, ...]
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeetReply:
+    """P → D: who I am."""
+
+    card: NodeCard
+
+
+@dataclass(frozen=True, slots=True)
+class MeetRefusal:
+    """P → D: the field on which we differ, and both values."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRequest:
+    """D → P: compute this prompt without its last token and write its pages here."""
+
+    id: HandoffId
+    sender: NodeId
+    source: Incarnation  # D
+    target: Incarnation  # P
+    prompt: tuple[int, ...]  # all n tokens
+    present_pages: int  # whole pages that D has already
+    pages: tuple[PageIndex, ...]  # destination pages of the missing ones, in prompt order
+    imm: Imm
+    timeout_s: float  # D's patience, from the arrival of this message on
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    id: HandoffId
+    source: Incarnation  # P
+    queue_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """P → D: not done, and nothing of it was or will be posted."""
+
+    id: HandoffId
+    source: Incarnation
+    reason: str
+    retryable: bool  # another P may do it
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    id: HandoffId
+    sender: NodeId
+    source: Incarnation  # D
+    target: Incarnation  # P
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced:
+    """P → D: `posted` writes in all, and none will follow."""
+
+    id: HandoffId
+    source: Incarnation
+    posted: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTiming:
+    """One layer of one chunk. Times are `time.monotonic()` seconds of P's host."""
+
+    chunk: int
+    layer: int
+    computed_at: float
+    posted_at: float
+    completed_at: float
+    writes: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimings:
+    """How P spent its time on a handoff. Times are `time.monotonic()` seconds of P's host."""
+
+    received_at: float
+    started_at: float  # its first chunk began
+    computed_at: float  # its last forward pass ended
+    drained_at: float  # its last write had completed locally
+    chunks: tuple[tuple[int, int], ...]  # token ranges
+    layers: tuple[LayerTiming, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """P → D: all writes completed locally. Bookkeeping only: it never makes a request ready."""
+
+    id: HandoffId
+    source: Incarnation
+    posted: int
+    timings: PrefillTimings | None
+
+
+@dataclass(frozen=True, slots=True)
+class NotMet:
+    """P → D: you meant my predecessor, or I do not know you (any more). Revoke what you gave, and meet me again."""
+
+    id: HandoffId
+    source: Incarnation  # who lives here now
+    target: Incarnation  # who was meant
+    reason: str
+
+
+ToPrefill = HandoffRequest | Cancel
+ToDecode = Accept | Reject | Quiesced | Done | NotMet
+
+
+class ToPrefillChannel(Protocol):
+    """Control messages from a decode node to one prefill node. Nothing here blocks; messages may be lost."""
+
+    def meet(self, request: MeetRequest, on_reply: MeetCallback) -> None: ...
+
+    def send(self, message: ToPrefill) -> None: ...
+
+
+class ToDecodeChannel(Protocol):
+    """Control messages from a prefill node to one decode node. Nothing here blocks; messages may be lost."""
+
+    def send(self, message: ToDecode) -> None: ...
+
+
+class MeetCallback(Protocol):
+    """Called once, on any thread, with the answer or with the error that took its place."""
+
+    def __call__(self, reply: MeetReply | MeetRefusal | Exception) -> None: ...
