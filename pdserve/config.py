@@ -14,12 +14,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pdserve.errors import ConfigError
+from pdserve.validation import describe, key_names, sections
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Strict: YAML has types of its own, so `port: "8000"` or `port: true` is a mistake and not a number.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ModelSettings(Section):
@@ -47,15 +49,25 @@ class EngineSettings(Section):
     """Cores that one rank computes on."""
 
     @model_validator(mode="after")
-    def _chunk_is_whole_pages(self) -> Self:
+    def _chunks_and_sequences_fit(self) -> Self:
         if self.chunk_tokens % self.page_size:
+            raise ValueError(f"chunk_tokens ({self.chunk_tokens}) must be a multiple of page_size ({self.page_size})")
+        room = self.pages * self.page_size
+        if room < self.chunk_tokens + self.page_size:
             raise ValueError(
-                f"chunk_tokens ({self.chunk_tokens}) must be a multiple of page_size ({self.page_size})"
+                f"kv_cache_tokens ({self.kv_cache_tokens}) must hold at least one chunk and one page more: "
+                f"chunk_tokens + page_size = {self.chunk_tokens + self.page_size}"
+            )
+        if self.max_model_len is not None and room < self.max_model_len:
+            raise ValueError(
+                f"kv_cache_tokens ({self.kv_cache_tokens}) must hold at least one sequence "
+                f"of max_model_len ({self.max_model_len}) tokens"
             )
         return self
 
     @property
     def pages(self) -> int:
+        """Pages of the pool: kv_cache_tokens, rounded up to whole pages."""
         return -(-self.kv_cache_tokens // self.page_size)
 
 
@@ -70,19 +82,29 @@ class TransportSettings(Section):
 
 class DeploymentSettings(Section):
     prefill: int = Field(default=1, ge=0)
+    """Nodes that compute prompts; 0 if there are colocated nodes."""
     decode: int = Field(default=1, ge=0)
+    """Nodes that generate; 0 if there are colocated nodes."""
     colocated: int = Field(default=0, ge=0)
     """Nodes that do both: the baseline. Excludes prefill and decode nodes."""
     pin_cores: bool = False
     """Pins each node to a core of its own, in order, as far as the cores go."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _colocated_alone_means_no_others(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("colocated") and not {"prefill", "decode"} & given.keys():
+            return {**given, "prefill": 0, "decode": 0}
+        return given
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if self.colocated:
-            if "prefill" in self.model_fields_set or "decode" in self.model_fields_set:
-                if self.prefill or self.decode:
-                    raise ValueError("colocated nodes exclude prefill and decode nodes: set those to 0")
-        elif not (self.prefill and self.decode):
+        if self.colocated and (self.prefill or self.decode):
+            raise ValueError(
+                f"colocated ({self.colocated}) excludes prefill ({self.prefill}) and decode ({self.decode}): "
+                "set colocated to 0, or the other two"
+            )
+        if not self.colocated and not (self.prefill and self.decode):
             raise ValueError(
                 f"prefill ({self.prefill}) and decode ({self.decode}) must both be at least 1, or colocated at least 1"
             )
@@ -94,6 +116,8 @@ class HandoffSettings(Section):
     """How long a decode node waits for a prefill node's answer to a request."""
     transfer_timeout_s: float = Field(default=600.0, gt=0)
     """How long a decode node waits for the pages of an accepted request (queueing and compute included)."""
+    failover_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a request whose prefill node was lost waits for another one."""
     attempts: int = Field(default=3, ge=1)
     """Prefill nodes tried, one after another, before a request fails."""
 
@@ -117,50 +141,92 @@ class Settings(Section):
 def load_settings(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
     """Settings from a YAML file (or the defaults), with dotted overrides such as `{"engine.dtype": "fp32"}`.
 
-    Raises ConfigError.
+    Overrides that name node counts of one kind set aside the file's counts of the other kind, so that
+    `deployment.colocated` can be asked of any file. Raises ConfigError with one line that holds every fault.
     """
-    tree: dict[str, Any] = {}
-    source = "settings"
-    if path is not None:
-        source = str(path)
-        try:
-            loaded = yaml.safe_load(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
-        if loaded is not None and not isinstance(loaded, dict):
-            raise ConfigError(f"{path} must hold a mapping of settings, not a {type(loaded).__name__}")
-        tree = loaded or {}
-    for dotted, value in (overrides or {}).items():
-        *sections, key = dotted.split(".")
-        level = tree
-        for section in sections:
-            level = level.setdefault(section, {})
-        level[key] = value
+    overrides = dict(overrides or {})
+    tree = _read_tree(Path(path)) if path is not None else {}
+    _set_aside_other_kind(tree, overrides)
+    for dotted, value in overrides.items():
+        _put(tree, dotted, value)
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {describe(error)}") from error
+        prefix = "" if path is None else f"{path}: "
+        raise ConfigError(prefix + describe(error, Settings, frozenset(overrides))) from error
 
 
-def describe(error: ValidationError) -> str:
-    """One line per fault: key, what is wrong, the value given."""
-    return "; ".join(_describe_one(detail) for detail in error.errors())
+def parse_override(text: str) -> tuple[str, Any]:
+    """`engine.page_size=16` to its dotted key and its value, read as a YAML scalar. Raises ConfigError."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{text!r} is not of the form key=value, for example engine.dtype=fp32")
+    try:
+        return key.strip(), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key.strip()}: {value!r} cannot be read as a YAML value") from error
 
 
-def _describe_one(detail: Any) -> str:
-    key = ".".join(str(part) for part in detail["loc"]) or "settings"
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key {key!r} (allowed here: {', '.join(_allowed(detail['loc']))})"
-    message = detail["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}, got {detail['input']!r}" if detail["type"] != "value_error" else f"{key}: {message}"
+class _StrictKeyLoader(yaml.SafeLoader):
+    """YAML lets a key appear twice, or be no text; in settings that is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} appears twice", problem_mark=key_node.start_mark)
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} must be text", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
-def _allowed(loc: tuple[Any, ...]) -> list[str]:
-    section: type[BaseModel] = Settings
-    for part in loc[:-1]:
-        annotation = section.model_fields[part].annotation
-        assert isinstance(annotation, type)
-        section = annotation
-    return sorted(section.model_fields)
+def _read_tree(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _StrictKeyLoader)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {_yaml_fault(error)}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"{path}: must hold a mapping of sections ({key_names(Settings)}), not a {type(loaded).__name__}"
+        )
+    # A section whose keys are all commented out reads as null: the defaults are meant.
+    return {key: {} if value is None and key in sections(Settings) else value for key, value in loaded.items()}
+
+
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return f"not valid YAML: {error}".replace("\n", " ")
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *path, key = dotted.split(".")
+    level = tree
+    for section in path:
+        level = level.setdefault(section, {})
+        if not isinstance(level, dict):
+            raise ConfigError(f"{section}: got {level!r}, allowed: a mapping ({dotted} is asked for)")
+    level[key] = value
+
+
+def _set_aside_other_kind(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    counts = tree.get("deployment")
+    if not isinstance(counts, dict):
+        return
+    asked = {key for key in ("prefill", "decode", "colocated") if overrides.get(f"deployment.{key}")}
+    if asked == {"colocated"}:
+        aside: tuple[str, ...] = ("prefill", "decode")
+    elif asked and "colocated" not in asked:
+        aside = ("colocated",)
+    else:
+        return
+    tree["deployment"] = {key: value for key, value in counts.items() if key not in aside}

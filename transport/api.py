@@ -82,7 +82,7 @@ class RegionDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class PagedWrite:
-    """One write per block: source_offset + source_stride·source_index[i] → target_offset + target_stride·target_index[i].
+    """One write per block, from source_offset + source_stride·source_index[i] to the same expression of the target.
 
     Offsets and strides in bytes, relative to the start of `source` and `target`; index arrays `(blocks,) int64` of
     equal length. Every block is exactly one write with one immediate; writes are never merged.

@@ -28,9 +28,9 @@ class KvMemory:
         self.geometry = geometry
         self.fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, geometry.region_bytes)
-        self._map = mmap.mmap(self.fd, geometry.region_bytes)
+        mapping = mmap.mmap(self.fd, geometry.region_bytes)  # kept by the array over it
         g = geometry
-        self.blocks: NDArray[Any] = np.frombuffer(self._map, dtype=_DTYPES[g.element_bytes]).reshape(
+        self.blocks: NDArray[Any] = np.frombuffer(mapping, dtype=_DTYPES[g.element_bytes]).reshape(
             g.layers, g.pages, 2, g.kv_heads, g.page_size, g.head_dim
         )
 
@@ -40,16 +40,17 @@ class KvMemory:
         return int(self.blocks.ctypes.data)
 
     def close(self) -> None:
-        """Unmaps and closes; views of `blocks` taken elsewhere must be gone. Idempotent."""
+        """Lets go of the memory; it is unmapped once the last view of `blocks` taken elsewhere is gone. Idempotent."""
         if self.fd < 0:
             return
         self.blocks = np.empty(0, dtype=self.blocks.dtype)
-        self._map.close()
         os.close(self.fd)
         self.fd = -1
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

@@ -183,7 +183,7 @@ class Receiver:
         """False when pages are short now."""
         assert self._engine is not None
         needed = self._parts.memory.geometry.pages_for(len(job.tokens) - 1)
-        running = self._engine.running
+        running = self._engine.load().running
         # Each running sequence may need a page at its next step: admitting more would only preempt them.
         if running and self._parts.pool.free_pages - needed < running:
             return False

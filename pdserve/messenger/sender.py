@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.engine.hooks import Chunk, PrefillJob
 from pdserve.errors import OutOfPages
@@ -67,7 +68,6 @@ class SenderParts:
     card: NodeCard
     memory: KvMemory
     pool: PagePool
-    layer_counter: np.ndarray[tuple[int], np.dtype[np.int64]]
     transports: Transports
     provider: str  # configured, or "auto"
     channel: Callable[[NodeId], ToDecodeChannel]
@@ -88,6 +88,7 @@ class Sender:
     def __init__(self, parts: SenderParts) -> None:
         self._parts = parts
         self._engine: PrefillEngine | None = None
+        self._layer_counter: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
         self._peers = Destinations(parts.card, parts.transports, parts.provider)
         self._handoffs: dict[HandoffId, SourceHandoff] = {}
         self._by_job: dict[RequestId, HandoffId] = {}
@@ -101,9 +102,9 @@ class Sender:
         self._mail.start()
         parts.pool.subscribe(lambda: self._mail.post(self._admit))
 
-    def attach(self, engine: PrefillEngine) -> None:
-        """Names the engine that computes; before the first message."""
-        self._engine = engine
+    def attach(self, engine: PrefillEngine, layer_counter: NDArray[np.int64]) -> None:
+        """Names the engine that computes, and its counter `(1,)`; before the first message."""
+        self._engine, self._layer_counter = engine, layer_counter
 
     # ------------------------------------------------ from peers
 
@@ -284,6 +285,8 @@ class Sender:
 
     def _let_go(self, job_id: RequestId, failure: str | None) -> None:
         source = self._of_job(job_id)
+        if self._step is not None and failure is not None and any(c.job_id == job_id for c in self._step.chunks):
+            self._step = None  # nothing may be concluded from the counter any more
         if source is None:
             return
         if failure is not None:
@@ -368,8 +371,10 @@ class Sender:
     def _between(self) -> float:
         step = self._step
         if step is not None:
-            layers = self._parts.memory.geometry.layers
-            self._advance(min(layers, int(self._parts.layer_counter[0]) - step.counter_base))
+            layers = int(self._layer_counter[0]) - step.counter_base
+            # Beyond its layers, the step is over (or has failed), and the event that says which is in the mailbox.
+            if layers <= self._parts.memory.geometry.layers:
+                self._advance(layers)
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + 0.02

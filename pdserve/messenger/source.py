@@ -14,7 +14,9 @@ from pdserve.messenger.wire import HandoffRequest, LayerTiming, PrefillTimings
 from pdserve.types import PageIndex, RequestId
 from transport.api import Transfer
 
-_EMPTY: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+def _no_pages() -> NDArray[np.int64]:
+    return np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -37,8 +39,8 @@ class SourceHandoff:
     started_at: float = 0.0
     computed_at: float = 0.0
     drained_at: float = 0.0
-    chunk_source: NDArray[np.int64] = field(default=_EMPTY)  # pages of the current chunk, here
-    chunk_target: NDArray[np.int64] = field(default=_EMPTY)  # and there
+    chunk_source: NDArray[np.int64] = field(default_factory=_no_pages)  # pages of the current chunk, here
+    chunk_target: NDArray[np.int64] = field(default_factory=_no_pages)  # and there
     _chunks: list[tuple[int, int]] = field(default_factory=list)
     _computed: list[tuple[int, float]] = field(default_factory=list)  # layers not yet posted, when they were seen
     _writes: list[_LayerWrite] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.engine.stats import EngineLoad
 from pdserve.messenger.handoff.decode import DecodeHandoff
 from pdserve.messenger.wire import HandoffId, PrefillTimings
 from pdserve.types import GenerationRequest, NodeId, PageIndex, RequestId
@@ -14,10 +15,7 @@ from transport.api import Imm, Immediates
 class DecodeEngine(Protocol):
     """What the receiver asks of the engine."""
 
-    @property
-    def running(self) -> int:
-        """Sequences that hold pages and decode."""
-        ...
+    def load(self) -> EngineLoad: ...
 
     def submit_ready(
         self, request: GenerationRequest, pages: tuple[PageIndex, ...], generated: tuple[int, ...] = ()

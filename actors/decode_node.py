@@ -1,0 +1,170 @@
+"""A decode node: takes requests, has their prompts prefilled elsewhere, and streams their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+
+
+from actors.channel import RayChannel
+from actors.names import scheduler_handle
+from actors.node_core import NodeCore, NodeSpec, Reporter
+from actors.streams import OutputStreams
+from pdserve.engine.engine import Engine
+from pdserve.messenger.peers import ReceiverParts
+from pdserve.messenger.receiver import Receiver
+from pdserve.messenger.target import HandoffTrace
+from pdserve.messenger.wire import NodeCard, ToDecode
+from pdserve.types import (
+    FinishReason,
+    GenerationRequest,
+    Incarnation,
+    NodeId,
+    RequestId,
+    Role,
+    SamplingParams,
+    SequenceOutput,
+)
+from policies.routing import NodeSnapshot
+
+_log = logging.getLogger(__name__)
+
+LEASE_S = 60.0  # a replica that has not been heard of for so long is gone
+VERIFY_RETRY_S = 1.0
+
+
+class DecodeNode:
+    """Ray actor (asyncio). Its parts are threads of their own: engine, receiver, transport worker, reporter.
+
+    It is ready once a real transfer from a prefill node that is there now has succeeded.
+    """
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self._core = core = NodeCore(spec)
+        self._loop = asyncio.get_running_loop()
+        self._streams = OutputStreams(self._loop)
+        self._cards: dict[NodeId, NodeCard] = {}
+        self._verified: set[Incarnation] = set()
+        self._verifying: set[Incarnation] = set()
+        self._receiver = Receiver(
+            ReceiverParts(
+                card=core.card,
+                memory=core.memory,
+                pool=core.pool,
+                transports=core.transports,
+                settings=spec.settings.handoff,
+                provider=spec.settings.transport.provider,
+                window=spec.settings.transport.window,
+                channel=lambda node: RayChannel(node, self._receiver.peer_lost),
+                card_of=self._cards.get,
+                reroute=self._reroute,
+                emit=self._streams.emit,
+            )
+        )
+        self._engine = Engine(
+            core.model, core.memory, core.pool, spec.settings.engine, Role.DECODE, decode_hooks=self._receiver
+        )
+        self._receiver.attach(self._engine)
+        self._engine.start()
+        self._reporter = Reporter(core.card, self._snapshot, self._on_peers)
+
+    # ------------------------------------------------ requests
+
+    async def submit(self, replica: str, request: GenerationRequest, prefill: NodeCard) -> None:
+        """Takes a request for an HTTP replica. Raises RequestError, ContextLengthError."""
+        self._engine.check_request(request)
+        self._cards[prefill.node_id] = prefill
+        self._streams.own(request.request_id, replica)
+        self._receiver.start(request, prefill.node_id)
+
+    async def cancel(self, request_id: RequestId) -> None:
+        self._receiver.cancel(request_id)
+
+    async def outputs(self, replica: str) -> AsyncIterator[tuple[SequenceOutput, ...]]:
+        async for step in self._streams.stream(replica):
+            yield step
+
+    async def renew(self, replica: str) -> None:
+        """The replica is still there; without it its requests are cancelled after a while."""
+        self._streams.renew(replica)
+
+    async def control(self, message: ToDecode) -> None:
+        self._receiver.on_message(message)
+
+    async def trace(self, request_id: RequestId) -> HandoffTrace | None:
+        return self._receiver.trace(request_id)
+
+    def _reroute(self, request_id, exclude, reply) -> None:  # type: ignore[no-untyped-def]
+        """Called on the receiver's thread."""
+
+        def answer(future) -> None:  # type: ignore[no-untyped-def]
+            card = None if future.exception() else future.result()
+            if card is not None:
+                self._cards[card.node_id] = card
+            reply(None if card is None else card.node_id)
+
+        ref = scheduler_handle().another_prefill.remote(self._core.spec.node_id, exclude)
+        ref.future().add_done_callback(answer)
+
+    # ------------------------------------------------ readiness
+
+    def _snapshot(self) -> NodeSnapshot:
+        for request_id in self._streams.abandoned(LEASE_S):
+            self._receiver.cancel(request_id)
+        return self._core.snapshot(self._engine, ready=bool(self._verified), waiting=self._receiver.waiting)
+
+    def _on_peers(self, cards: list[NodeCard]) -> None:
+        """Called on the reporter's thread: verifies prefill nodes that are new, forgets those that are gone."""
+        there = {card.incarnation for card in cards}
+        self._verified &= there
+        for card in cards:
+            if card.incarnation not in self._verified and card.incarnation not in self._verifying:
+                self._verifying.add(card.incarnation)
+                asyncio.run_coroutine_threadsafe(self._verify(card), self._loop)
+
+    async def _verify(self, card: NodeCard) -> None:
+        """One small request through the whole path: meeting, handoff, count, one decode step."""
+        page = self._core.geometry.page_size
+        tokens = min(page + 2, self._core.card.max_model_len - 1)
+        request_id = RequestId(f"verify-{secrets.token_hex(8)}")
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        request = GenerationRequest(request_id, tuple(range(1, tokens + 1)), sampling)
+        ended: asyncio.Future[SequenceOutput] = self._loop.create_future()
+        self._streams.own_locally(request_id, lambda output: output.finish and ended.set_result(output))
+        self._cards[card.node_id] = card
+        self._receiver.start(request, card.node_id)
+        output = await ended
+        trace = self._receiver.trace(request_id)
+        if output.finish is FinishReason.LENGTH and trace is not None and trace.writes_counted:
+            _log.info("verified %s over %s: %d writes counted", card.node_id, trace.provider, trace.writes_counted)
+            self._verified.add(card.incarnation)
+        else:
+            _log.warning("a transfer from %s failed: %s", card.node_id, output.error)
+            await asyncio.sleep(VERIFY_RETRY_S)
+        self._verifying.discard(card.incarnation)
+
+    # ------------------------------------------------ for operators
+
+    async def card(self) -> NodeCard:
+        return self._core.card
+
+    async def metrics(self) -> dict[str, float]:
+        values = self._core.metrics(self._engine)
+        values["num_requests_waiting"] += self._receiver.waiting
+        values["handoffs_quarantined"] = self._receiver.quarantined_handoffs
+        for kind, count in self._receiver.failures.items():
+            values[f"kv_transfer_failures_{kind}_total"] = count
+        return values
+
+    async def close(self) -> None:
+        """Ends everything in order; the actor is of no use afterwards."""
+        await asyncio.to_thread(self._close)
+        self._streams.close()
+
+    def _close(self) -> None:
+        self._reporter.close()
+        self._engine.close()
+        self._receiver.close()
+        self._core.close()

@@ -1,0 +1,218 @@
+"""Starts a cluster's nodes and its HTTP face, and ends all of it again. The composition root of the actors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+from ray import serve
+from ray.exceptions import GetTimeoutError, RayError
+
+from actors.colocated_node import ColocatedNode
+from actors.decode_node import DecodeNode
+from actors.global_scheduler import GlobalScheduler
+from actors.ingress import IngressSpec, ingress_application
+from actors.local_ray import start_local_ray
+from actors.names import APPLICATION, NAMESPACE, SCHEDULER, node_handle
+from actors.node_core import NodeSpec
+from actors.prefill_node import PrefillNode
+from pdserve.config import EMBEDDED_MODEL, Settings
+from pdserve.engine.limits import context_tokens
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.models.load import load_model, model_dir, read_config
+from pdserve.observe import progress
+from pdserve.types import NodeId, Role
+
+_log = logging.getLogger(__name__)
+
+START_S = 300.0
+READY_S = 120.0
+CLOSE_S = 20.0
+_CLASSES: dict[Role, Any] = {Role.PREFILL: PrefillNode, Role.DECODE: DecodeNode, Role.COLOCATED: ColocatedNode}
+
+
+class Cluster:
+    """What `launch` has started. `close()` (or leaving the `with` block) ends it."""
+
+    def __init__(self, settings: Settings, *, http: bool = True) -> None:
+        self.settings = settings
+        self.nodes: dict[NodeId, Any] = {}
+        self.scheduler: Any = None
+        self.model_path = ""
+        self.model_name = settings.model.name or ""
+        self.url = ""
+        self._own_ray: contextlib.ExitStack = contextlib.ExitStack()
+        try:
+            self._start(http)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, http: bool) -> None:
+        with progress("preparing the model") as step:
+            self._prepare_model(step.update)
+        with progress("starting Ray"):
+            self._connect()
+        specs = self._node_specs()
+        with progress(f"starting {len(specs)} nodes") as step:
+            self.scheduler = self._actor(GlobalScheduler, SCHEDULER).remote()
+            for spec in specs:
+                self.nodes[spec.node_id] = self._actor(_CLASSES[spec.role], spec.node_id).remote(spec)
+            self._await_nodes(step.update)
+        with progress("verifying transfers") as step:
+            self._await_health(step.update)
+        if http:
+            with progress("starting HTTP"):
+                self._serve()
+
+    def _prepare_model(self, update: Any) -> None:
+        """Whatever has to be converted or compiled is done here once, so that the nodes only map and load it."""
+        path = self.settings.model.path
+        self.model_path = str(model_dir(path if path == EMBEDDED_MODEL else os.path.expanduser(path), update).resolve())
+        config = read_config(self.model_path)
+        self.max_model_len = min(context_tokens(config, self.settings.engine), self._pool_tokens)
+        engine = self.settings.engine
+        load_model(self.model_path, engine.dtype, deterministic=engine.deterministic, progress=update)
+        self.model_name = self.model_name or config.name
+
+    @property
+    def _pool_tokens(self) -> int:
+        return self.settings.engine.pages * self.settings.engine.page_size
+
+    def _connect(self) -> None:
+        address = self.settings.ray_address
+        if address is None:
+            self._own_ray.enter_context(start_local_ray(NAMESPACE))
+        else:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+            self._own_ray.callback(ray.shutdown)
+
+    def _node_specs(self) -> list[NodeSpec]:
+        wanted = self.settings.deployment
+        counts = {Role.PREFILL: wanted.prefill, Role.DECODE: wanted.decode}
+        if wanted.colocated:
+            counts = {Role.COLOCATED: wanted.colocated}
+        cores = sorted(os.sched_getaffinity(0))
+        specs: list[NodeSpec] = []
+        for role, count in counts.items():
+            for index in range(count):
+                core = cores[len(specs) % len(cores)] if wanted.pin_cores else None
+                specs.append(NodeSpec(NodeId(f"{role}-{index}"), role, self.settings, self.model_path, core))
+        return specs
+
+    def _actor(self, cls: type, name: str) -> Any:
+        threads = str(self.settings.engine.threads)
+        return ray.remote(cls).options(
+            name=name,
+            namespace=NAMESPACE,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=10_000,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
+        )
+
+    def _await_nodes(self, update: Any) -> None:
+        waiting = {handle.card.remote(): node for node, handle in self.nodes.items()}
+        deadline = time.monotonic() + START_S
+        while waiting:
+            done, _ = ray.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                raise PdserveError(f"not started within {START_S:.0f} s: {', '.join(waiting.values())}")
+            for ref in done:
+                node = waiting.pop(ref)
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    raise _start_error(node, error) from error
+                update(f"{len(self.nodes) - len(waiting)} of {len(self.nodes)}")
+
+    def _await_health(self, update: Any) -> None:
+        deadline = time.monotonic() + READY_S
+        while True:
+            ready, summary = ray.get(self.scheduler.health.remote())
+            snapshots = ray.get(self.scheduler.nodes.remote())
+            if ready and len(snapshots) == len(self.nodes) and all(s.usable for s in snapshots):
+                return
+            update(summary)
+            if time.monotonic() > deadline:
+                raise PdserveError(f"no transfer succeeded within {READY_S:.0f} s: {summary}")
+            time.sleep(0.1)
+
+    def _serve(self) -> None:
+        http = self.settings.http
+        port = http.port or _free_port(http.host)
+        serve.start(http_options={"host": http.host, "port": port, "location": "HeadOnly"})
+        self._own_ray.callback(_quietly, serve.shutdown)
+        spec = IngressSpec(self.model_path, self.model_name, self.max_model_len)
+        serve.run(ingress_application(spec), name=APPLICATION, route_prefix="/")
+        host = f"[{http.host}]" if ":" in http.host else http.host
+        self.url = f"http://{host}:{port}"
+
+    def wait(self) -> None:
+        """Until the process is told to end."""
+        threading.Event().wait()
+
+    def metrics(self) -> dict[NodeId, dict[str, float]]:
+        return {node: ray.get(handle.metrics.remote()) for node, handle in self.nodes.items()}
+
+    def close(self) -> None:
+        """Ends HTTP first, then the nodes in order, then the Ray that was started here. Idempotent."""
+        with contextlib.suppress(KeyboardInterrupt):
+            if self.nodes and ray.is_initialized():
+                self._close_nodes()
+        self.nodes = {}
+        node_handle.cache_clear()
+        self._own_ray.close()
+
+    def _close_nodes(self) -> None:
+        if self.url:
+            _quietly(lambda: serve.delete(APPLICATION))
+        closing = [handle.close.remote() for handle in self.nodes.values()]
+        with contextlib.suppress(RayError, GetTimeoutError):
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+        for handle in [*self.nodes.values(), self.scheduler]:
+            _quietly(lambda handle=handle: ray.kill(handle, no_restart=True))  # type: ignore[misc]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def launch(settings: Settings, *, http: bool = True) -> Cluster:
+    """Starts everything and returns when a request would be served.
+
+    Raises ConfigError, ModelError, PdserveError; then nothing is left running.
+    """
+    return Cluster(settings, http=http)
+
+
+def _start_error(node: NodeId, error: RayError) -> PdserveError:
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ConfigError):
+        return cause
+    return PdserveError(f"{node} did not start: {cause or error}")
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _quietly(call: Any) -> None:
+    try:
+        call()
+    except Exception as error:
+        _log.debug("while closing: %s", error)

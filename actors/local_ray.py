@@ -1,0 +1,89 @@
+"""A Ray of our own on this machine: started for one cluster, gone with it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # a local Ray would otherwise turn tokens on for whatever else runs here
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through it
+END_S = 20.0
+
+
+@contextlib.contextmanager
+def start_local_ray(namespace: str) -> Iterator[None]:
+    """Ends every process that it started. The settings must be there before ray is initialised, not imported."""
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    os.environ.update(_SETTINGS)
+    import ray
+
+    children = _descendants(os.getpid())
+    try:
+        ray.init(
+            address="local",  # never joins a cluster that happens to run here
+            namespace=namespace,
+            num_cpus=1,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        try:
+            yield
+        finally:
+            ours = _descendants(os.getpid()) - children
+            ray.shutdown()
+            _await_end(ours)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _descendants(pid: int) -> set[int]:
+    """Every process below `pid`."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry.name}/stat") as stat:
+                parent = int(stat.read().rsplit(")", 1)[1].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found: set[int] = set()
+    stack = [pid]
+    while stack:
+        for child in children.get(stack.pop(), []):
+            found.add(child)
+            stack.append(child)
+    return found
+
+
+def _await_end(pids: set[int]) -> None:
+    """Ray ends its processes in its own time; who is still there after a while is told to, by pid."""
+    deadline = time.monotonic() + END_S
+    while alive := {pid for pid in pids if _alive(pid)}:
+        if time.monotonic() > deadline:
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            return
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,162 @@
+"""What every node is made of: a model, KV memory and its page pool, transports, a card, and reports to the scheduler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ray
+import torch
+from ray.exceptions import RayError
+
+from actors.names import scheduler_handle
+from pdserve.config import Settings
+from pdserve.engine.engine import Engine
+from pdserve.engine.limits import context_tokens, page_geometry
+from pdserve.kv.memory import KvMemory
+from pdserve.kv.pool import PagePool
+from pdserve.messenger.liveness import host_identity
+from pdserve.messenger.meeting import Transports
+from pdserve.messenger.wire import PROTOCOL_VERSION, NodeCard
+from pdserve.models.load import load_model
+from pdserve.types import Incarnation, NodeId, Role
+from policies.routing import NodeSnapshot
+from policies.sharding import LayerGroup, ParallelLayout
+from transport.api import Memory, Transport
+from transport.dll import load_libfabric
+from transport.engine import TransferEngine
+from transport.fabric.info import available
+
+_log = logging.getLogger(__name__)
+
+REPORT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """What a node is told at its start; the same again when Ray restarts it."""
+
+    node_id: NodeId
+    role: Role
+    settings: Settings
+    model_path: str
+    core: int | None = None
+
+
+class NodeCore:
+    """Built in the actor's constructor; `close()` frees everything in the right order."""
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self.spec = spec
+        if spec.core is not None:
+            os.sched_setaffinity(0, {spec.core})
+        torch.set_num_threads(spec.settings.engine.threads)
+        settings = spec.settings.engine
+        self.model = load_model(spec.model_path, settings.dtype, deterministic=settings.deterministic)
+        self.geometry = page_geometry(self.model.config, settings)
+        self.memory = KvMemory(self.geometry)
+        self.pool = PagePool(self.geometry.pages)
+        self.incarnation = Incarnation(secrets.randbits(64))
+        self.transports = Transports(self._open_transport, Memory(self.memory.address, self.geometry.region_bytes))
+        self.card = self._make_card()
+
+    def _open_transport(self, provider: str) -> Transport:
+        return TransferEngine(provider, library=self.spec.settings.transport.libfabric)
+
+    def _make_card(self) -> NodeCard:
+        config, settings = self.model.config, self.spec.settings
+        colocated = self.spec.role is Role.COLOCATED
+        return NodeCard(
+            node_id=self.spec.node_id,
+            incarnation=self.incarnation,
+            role=self.spec.role,
+            host=host_identity(),
+            pid=os.getpid(),
+            providers=() if colocated else available(load_libfabric(settings.transport.libfabric)),
+            protocol=PROTOCOL_VERSION,
+            model=config.name,
+            fingerprint=config.fingerprint,
+            dtype=settings.engine.dtype,
+            page_size=settings.engine.page_size,
+            kv_layout=self.geometry.layout,
+            head_dim=config.head_dim,
+            groups=(LayerGroup(config.layers, config.kv_heads),),
+            parallel=ParallelLayout(layout=self.geometry.layout),
+            max_model_len=context_tokens(config, settings.engine),
+        )
+
+    def snapshot(self, engine: Engine, *, ready: bool, waiting: int = 0, queued_tokens: int = 0) -> NodeSnapshot:
+        load = engine.load()
+        return NodeSnapshot(
+            node_id=self.spec.node_id,
+            incarnation=self.incarnation,
+            role=self.spec.role,
+            ready=ready,
+            compatibility=self.card.compatibility,
+            queued_prefill_tokens=load.queued_prefill_tokens + queued_tokens,
+            running=load.running,
+            waiting=load.waiting + waiting,
+            free_pages=load.free_pages,
+            total_pages=load.total_pages,
+            page_size=self.geometry.page_size,
+        )
+
+    def metrics(self, engine: Engine) -> dict[str, float]:
+        """Gauges and counters of this node, by the field's names."""
+        load, stats = engine.load(), engine.stats()
+        values: dict[str, float] = {
+            "num_requests_running": load.running,
+            "num_requests_waiting": load.waiting,
+            "kv_cache_usage_perc": 1 - load.free_pages / load.total_pages,
+            "kv_cache_free_pages": load.free_pages,
+            "kv_cache_quarantined_pages": load.quarantined_pages,
+            "kv_cache_total_pages": load.total_pages,
+            "preemptions_total": stats.preemptions,
+            "engine_steps_total": stats.steps,
+            "engine_step_seconds_total": stats.step_s,
+        }
+        for counters in self.transports.stats().values():
+            for name, value in counters.items():
+                key = f"kv_transfer_{name}" if name == "links_open" else f"kv_transfer_{name}_total"
+                values[key] = values.get(key, 0) + value
+        return values
+
+    def close(self) -> None:
+        """After the engine and the messenger have been closed."""
+        self.transports.close()
+        self.memory.close()
+
+
+Report = Callable[[], NodeSnapshot]
+OnPeers = Callable[[list[NodeCard]], None]
+
+
+class Reporter:
+    """A thread that tells the global scheduler how this node is, and hears which prefill nodes there are."""
+
+    def __init__(self, card: NodeCard, report: Report, on_peers: OnPeers | None = None) -> None:
+        self._card = card
+        self._report = report
+        self._on_peers = on_peers
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pdserve-reporter", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(REPORT_S):
+            try:
+                peers = ray.get(scheduler_handle().report.remote(self._card, self._report()), timeout=5)
+                if self._on_peers is not None:
+                    self._on_peers(peers)
+            except (RayError, ValueError) as error:
+                _log.info("the global scheduler cannot be reached: %s", error)
+            except Exception:
+                _log.exception("a report failed")

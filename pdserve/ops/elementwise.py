@@ -1,0 +1,94 @@
+"""The rest of a layer, row by row: norms, rotation, cache append, activation, embedding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pdserve.ops.api import Floats, Indices, Weights
+from pdserve.ops.compile import inline, kernel
+from pdserve.ops.tiles import bits_of, dot_tile, from_bits, silu_mul_span
+
+
+@inline
+def norm_row(row, weight, epsilon, out):  # type: ignore[no-untyped-def]
+    size = len(row)
+    total = np.zeros(1, np.float32)
+    at = row.ctypes.data
+    dot_tile(1, 1, row, at, 0, at, 0, total.ctypes.data, 0, size // 16, False)
+    for i in range(size // 16 * 16, size):
+        total[0] += row[i] * row[i]
+    factor = np.float32(1.0) / np.sqrt(total[0] / np.float32(size) + np.float32(epsilon))
+    for i in range(size):
+        out[i] = row[i] * factor * weight[i]
+
+
+@kernel
+def rms_norm(x: Floats, weight: Floats, epsilon: float, out: Floats) -> None:
+    for row in range(x.shape[0]):
+        norm_row(x[row], weight, epsilon, out[row])
+
+
+@kernel
+def add_rms_norm(residual: Floats, delta: Floats, weight: Floats, epsilon: float, out: Floats) -> None:
+    for row in range(residual.shape[0]):
+        for i in range(residual.shape[1]):
+            residual[row, i] += delta[row, i]
+        norm_row(residual[row], weight, epsilon, out[row])
+
+
+@kernel
+def rotate(x: Floats, cos: Floats, sin: Floats, position: Indices) -> None:
+    rows, heads, dim = x.shape
+    half = dim // 2
+    for row in range(rows):
+        for head in range(heads):
+            for i in range(half):
+                c, s = cos[position[row], i], sin[position[row], i]
+                first, second = x[row, head, i], x[row, head, half + i]
+                x[row, head, i] = first * c - second * s
+                x[row, head, half + i] = second * c + first * s
+
+
+@inline
+def rounded(value):  # type: ignore[no-untyped-def]
+    """float32 as bf16 bits, to nearest even; a NaN stays one."""
+    bits = bits_of(value)
+    if value != value:
+        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@kernel
+def append_bf16(source: Floats, block: Weights, which: int, page: Indices, slot: Indices) -> None:
+    """source `(rows, kv_heads, head_dim)` into keys (which 0) or values (1) of block."""
+    for row in range(source.shape[0]):
+        for head in range(source.shape[1]):
+            for i in range(source.shape[2]):
+                block[page[row], which, head, slot[row], i] = rounded(source[row, head, i])
+
+
+@kernel
+def append_f32(source: Floats, block: Weights, which: int, page: Indices, slot: Indices) -> None:
+    for row in range(source.shape[0]):
+        for head in range(source.shape[1]):
+            for i in range(source.shape[2]):
+                block[page[row], which, head, slot[row], i] = source[row, head, i]
+
+
+@kernel
+def silu_mul(gate: Floats, up: Floats) -> None:
+    silu_mul_span(gate.ctypes.data, up.ctypes.data, gate.size)
+
+
+@kernel
+def embed_bf16(table: Weights, tokens: Indices, out: Floats) -> None:
+    for row in range(out.shape[0]):
+        for i in range(out.shape[1]):
+            out[row, i] = from_bits(np.uint32(table[tokens[row], i]) << np.uint32(16))
+
+
+@kernel
+def embed_f32(table: Weights, tokens: Indices, out: Floats) -> None:
+    for row in range(out.shape[0]):
+        for i in range(out.shape[1]):
+            out[row, i] = table[tokens[row], i]

@@ -1,0 +1,117 @@
+"""Eight float32 lanes in LLVM IR: loads, widening of bf16, reductions in a fixed order, exp.
+
+What is emitted here is the determinism contract in small: additions happen in the order written, whatever the shape of
+the call; nothing is marked fast-math, so LLVM keeps that order.
+
+bf16 comes in blocks of 16, read as eight 32-bit words: the even elements are the low halves shifted up, the odd ones
+the high halves masked. So one block is two vectors *in deinterleaved order*, and whatever it is multiplied with must be
+deinterleaved alike (`deinterleave`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+LANES = 8
+BLOCK = 16  # elements of one bf16 load
+
+F32 = ir.FloatType()
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+VECTOR = ir.VectorType(F32, LANES)
+INTS = ir.VectorType(I32, LANES)
+
+Builder = Any
+Value = Any
+
+
+def constant(value: float, kind: Any = VECTOR) -> Value:
+    """`value` in every lane (or as a scalar)."""
+    if isinstance(kind, ir.VectorType):
+        return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
+    return ir.Constant(kind, value)
+
+
+def indices(order: list[int]) -> Value:
+    return ir.Constant(ir.VectorType(I32, len(order)), order)
+
+
+def load(builder: Builder, address: Value, kind: Any = VECTOR, align: int = 4) -> Value:
+    """A value of `kind` from an address given as a 64-bit integer."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store(builder: Builder, value: Value, address: Value) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
+
+
+def offset(builder: Builder, address: Value, count: Value | int, size_bytes: int = 1) -> Value:
+    if isinstance(count, int):
+        return builder.add(address, ir.Constant(I64, count * size_bytes)) if count else address
+    return builder.add(address, builder.mul(count, ir.Constant(I64, size_bytes)))
+
+
+def call(builder: Builder, name: str, *arguments: Value) -> Value:
+    """An LLVM intrinsic over the type of its first argument."""
+    kind = arguments[0].type
+    suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+    signature = ir.FunctionType(kind, [kind] * len(arguments))
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, f"{name}.{suffix}"), arguments)
+
+
+def fma(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+    return call(builder, "llvm.fma", a, b, c)
+
+
+def splat(builder: Builder, scalar: Value) -> Value:
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), indices([0] * LANES))
+
+
+def load_half(builder: Builder, address: Value, half: int, bf16: bool) -> Value:
+    """Half of the 16 elements at `address`: float32 the first or last 8, bf16 the even or odd ones."""
+    if not bf16:
+        return load(builder, offset(builder, address, half, 4 * LANES))
+    words = load(builder, address, INTS, align=2)
+    if half == 0:
+        return builder.bitcast(builder.shl(words, constant(16, INTS)), VECTOR)
+    return builder.bitcast(builder.and_(words, constant(0xFFFF0000, INTS)), VECTOR)
+
+
+def _half_sums(builder: Builder, vector: Value) -> Value:
+    """Lanes 0..3 plus lanes 4..7: `<4 x float>`."""
+    low = builder.shuffle_vector(vector, vector, indices([0, 1, 2, 3]))
+    return builder.fadd(low, builder.shuffle_vector(vector, vector, indices([4, 5, 6, 7])))
+
+
+def lane_sum(builder: Builder, vector: Value) -> Value:
+    """With s = lanes[:4] + lanes[4:]: (s0 + s2) + (s1 + s3)."""
+    s = _half_sums(builder, vector)
+    pair = builder.fadd(s, builder.shuffle_vector(s, s, indices([2, 3, 2, 3])))
+    first, second = (builder.extract_element(pair, ir.Constant(I32, lane)) for lane in (0, 1))
+    return builder.fadd(first, second)
+
+
+def exp(builder: Builder, x: Value) -> Value:
+    """e**x within 2 ulp for x in [-87.3, 88.3]; 0 below, the largest value above; exactly 1 at 0.
+
+    Vector or scalar, with the same bits. Source: the Cephes library's expf (range reduction and polynomial).
+    """
+    kind = x.type
+    number = lambda value: constant(value, kind)  # noqa: E731
+    clamped = call(builder, "llvm.minnum", x, number(88.3762626647950))
+    clamped = call(builder, "llvm.maxnum", clamped, number(-87.3365478515625))
+    power = call(builder, "llvm.floor", fma(builder, clamped, number(1.44269504088896341), number(0.5)))
+    rest = fma(builder, power, number(-0.693359375), clamped)
+    rest = fma(builder, power, number(2.12194440e-4), rest)
+    sum_ = number(1.9875691500e-4)
+    for term in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        sum_ = fma(builder, sum_, rest, number(term))
+    sum_ = builder.fadd(fma(builder, sum_, builder.fmul(rest, rest), rest), number(1.0))
+    ints = ir.VectorType(I32, LANES) if isinstance(kind, ir.VectorType) else I32
+    exponent = builder.add(builder.fptosi(power, ints), constant(127, ints))
+    scaled = builder.fmul(sum_, builder.bitcast(builder.shl(exponent, constant(23, ints)), kind))
+    return builder.select(builder.fcmp_ordered("<", x, number(-87.3365478515625)), number(0.0), scaled)

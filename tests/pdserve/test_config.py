@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from pdserve.config import EngineSettings, Settings, load_settings, parse_override
+from pdserve.errors import ConfigError
+from pdserve.validation import sections
+
+CLUSTERS = Path(__file__).parents[2] / "clusters"
+
+
+def refusal(tmp_path: Path, text: str, overrides: dict[str, Any] | None = None) -> str:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(file, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{file}: ") or overrides
+    return message.removeprefix(f"{file}: ")
+
+
+def test_defaults_need_no_file() -> None:
+    assert load_settings() == Settings()
+    assert (Settings().deployment.prefill, Settings().deployment.decode) == (1, 1)
+
+
+@pytest.mark.parametrize("file", sorted(CLUSTERS.glob("*.yaml")), ids=lambda file: file.name)
+def test_every_shipped_file_loads(file: Path) -> None:
+    load_settings(file)
+
+
+def test_local_yaml_lists_every_key_with_its_default() -> None:
+    listed = yaml.safe_load((CLUSTERS / "local.yaml").read_text())
+    for name, section in sections(Settings).items():
+        assert listed[name].keys() == section.model_fields.keys(), name
+    assert load_settings(CLUSTERS / "local.yaml") == Settings()
+
+
+@pytest.mark.parametrize("text", ["", "engine:\n", "engine: {}\n", "# nothing\n"])
+def test_empty_files_and_sections_mean_the_defaults(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    assert load_settings(file) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("engine: {dtype: fp16}", "engine.dtype: got 'fp16', allowed: bf16, fp32"),
+        ("engine: {page_size: 24}", "engine.page_size: got 24, allowed: 8, 16, 32, 64, 128"),
+        ("engine: {page_size: true}", "engine.page_size: got True, allowed: 8, 16, 32, 64, 128"),
+        ("engine: {max_batch: '8'}", "engine.max_batch: got '8', allowed: a whole number, at least 1"),
+        ("engine: {max_batch: 0}", "engine.max_batch: got 0, allowed: a whole number, at least 1"),
+        ("engine: {max_batch: 1.5}", "engine.max_batch: got 1.5, allowed: a whole number, at least 1"),
+        ("engine: {max_batch: true}", "engine.max_batch: got True, allowed: a whole number, at least 1"),
+        ("engine: {max_model_len: x}", "engine.max_model_len: got 'x', allowed: a whole number or null, at least 2"),
+        ("engine: {deterministic: 1}", "engine.deterministic: got 1, allowed: true or false"),
+        ("http: {port: 65536}", "http.port: got 65536, allowed: a whole number, at least 0, at most 65535"),
+        ("http: {host: 8}", "http.host: got 8, allowed: text"),
+        ("handoff: {request_timeout_s: 0}", "handoff.request_timeout_s: got 0, allowed: a number, more than 0"),
+        ("model: {path: [a]}", "model.path: got ['a'], allowed: text"),
+        ("ray_address: 6379", "ray_address: got 6379, allowed: text or null"),
+        ("engine: fast", "engine: got 'fast', allowed: a mapping with keys dtype, deterministic, max_model_len"),
+        ("- engine", "must hold a mapping of sections (model, engine, transport, deployment, handoff, http"),
+        ("engine: {dtype: bf16", "line 1, column "),
+        ("http: {port: 1}\nhttp: {port: 2}", "line 2, column 1: key 'http' appears twice"),
+    ],
+)
+def test_wrong_values_are_named_with_what_is_allowed(tmp_path: Path, text: str, message: str) -> None:
+    assert refusal(tmp_path, text).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("engin: {}", "unknown key engin; did you mean engine? allowed here: model, engine, "),
+        (
+            "engine: {page_sise: 8}",
+            "unknown key engine.page_sise; did you mean engine.page_size? allowed here: dtype, ",
+        ),
+        ("port: 8000", "unknown key port; did you mean http.port? allowed here: model, "),
+        ("http: {dtype: bf16}", "unknown key http.dtype; did you mean engine.dtype? allowed here: host, port"),
+        ("engine: {zzz: 1}", "unknown key engine.zzz; allowed here: dtype, "),
+        ("engine: {3: 1}", "line 1, column 10: key 3 must be text"),
+        ("engine: {yes: 1}", "line 1, column 10: key True must be text"),
+    ],
+)
+def test_unknown_keys_are_named_with_the_likely_one(tmp_path: Path, text: str, message: str) -> None:
+    assert refusal(tmp_path, text).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("engine: {chunk_tokens: 100}", ["engine: chunk_tokens (100)", "multiple of page_size (32)"]),
+        ("engine: {kv_cache_tokens: 512}", ["engine: kv_cache_tokens (512)", "chunk_tokens + page_size = 544"]),
+        (
+            "engine: {kv_cache_tokens: 4096, max_model_len: 8192}",
+            ["engine: kv_cache_tokens (4096)", "max_model_len (8192)"],
+        ),
+        ("deployment: {prefill: 0}", ["deployment: prefill (0) and decode (1) must both be at least 1"]),
+        ("deployment: {colocated: 1, decode: 2}", ["deployment: colocated (1) excludes", "decode (2)"]),
+    ],
+)
+def test_impossible_combinations_are_named(tmp_path: Path, text: str, parts: list[str]) -> None:
+    message = refusal(tmp_path, text)
+    assert all(part in message for part in parts), message
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "engine: {dtype: x}\nhttp: {port: -1}")
+    assert "engine.dtype" in message and "http.port" in message
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file"):
+        load_settings(tmp_path / "absent.yaml")
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("engine: {dtype: fp32, max_batch: 4}")
+    settings = load_settings(file, {"engine.dtype": "bf16", "http.port": 0})
+    assert (settings.engine.dtype, settings.engine.max_batch, settings.http.port) == ("bf16", 4, 0)
+
+
+def test_a_wrong_override_is_told_from_the_file(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "engine: {max_batch: 4}", {"engine.dtype": "fp8"})
+    assert "engine.dtype (from the command line): got 'fp8', allowed: bf16, fp32" in message
+
+
+@pytest.mark.parametrize("key", ["http.port.low", "engine.dtype.x"])
+def test_an_override_below_a_value_is_refused(tmp_path: Path, key: str) -> None:
+    assert key.rsplit(".", 1)[0] in refusal(tmp_path, "http: {port: 1}", {key: 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "counts"),
+    [
+        ("{}", {"colocated": 1}, (0, 0, 1)),
+        ("deployment: {colocated: 2}", {}, (0, 0, 2)),
+        ("deployment: {prefill: 1, decode: 2}", {"colocated": 1}, (0, 0, 1)),
+        ("deployment: {prefill: 0, decode: 0, colocated: 1}", {"prefill": 1, "decode": 3}, (1, 3, 0)),
+        ("deployment: {prefill: 1, decode: 2}", {"decode": 3}, (1, 3, 0)),
+        ("deployment: {prefill: 2, decode: 2}", {"colocated": 0}, (2, 2, 0)),
+    ],
+)
+def test_the_command_line_can_ask_the_baseline_of_any_file(
+    tmp_path: Path, text: str, overrides: dict[str, int], counts: tuple[int, int, int]
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    nodes = load_settings(file, {f"deployment.{key}": value for key, value in overrides.items()}).deployment
+    assert (nodes.prefill, nodes.decode, nodes.colocated) == counts
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("engine.page_size=16", ("engine.page_size", 16)),
+        ("engine.deterministic=false", ("engine.deterministic", False)),
+        ("model.name=null", ("model.name", None)),
+        ("transport.provider=tcp;ofi_rxm", ("transport.provider", "tcp;ofi_rxm")),
+        ("model.path=/a=b", ("model.path", "/a=b")),
+    ],
+)
+def test_overrides_are_read_as_yaml(text: str, expected: tuple[str, Any]) -> None:
+    assert parse_override(text) == expected
+
+
+@pytest.mark.parametrize("text", ["engine.dtype", "=3", "engine.dtype=[1", ""])
+def test_malformed_overrides_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_override(text)
+
+
+def test_pages_round_up() -> None:
+    assert EngineSettings(kv_cache_tokens=4097, page_size=32).pages == 129
+
+
+scalars = st.none() | st.booleans() | st.integers(-5, 70_000) | st.floats() | st.text(max_size=5)
+keys = st.sampled_from([name for section in sections(Settings).values() for name in section.model_fields] + ["x"])
+trees = st.dictionaries(
+    st.sampled_from([*Settings.model_fields, "y"]),
+    scalars | st.lists(scalars, max_size=2) | st.dictionaries(keys, scalars),
+)
+
+
+@given(trees)
+def test_any_tree_loads_or_is_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    try:
+        settings: BaseModel = load_settings(file)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+    else:
+        assert isinstance(settings, Settings)

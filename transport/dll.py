@@ -1,0 +1,112 @@
+"""Finds and loads libfabric on first use, and remembers which one was taken.
+
+Order: an explicit path; the system's (vendors of NICs install their own, which is the right one there); the one that
+the `mpich` wheel brings. A system library older than 1.18 yields to the wheel's: before that version, the provider
+that is called `tcp` today had another name and fewer repairs.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import logging
+import sys
+import sysconfig
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transport.errors import LibraryMissing
+
+log = logging.getLogger(__name__)
+
+ADVICE = "install it with `pip install mpich` (brings libfabric 2.x) or your NIC vendor's libfabric package"
+_SONAME = "libfabric.so.1"
+_PREFERRED = (1, 18)
+
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "fi_version": (ctypes.c_uint32, []),
+    "fi_getinfo": (
+        ctypes.c_int,
+        [ctypes.c_uint32, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p],
+    ),
+    "fi_freeinfo": (None, [ctypes.c_void_p]),
+    "fi_dupinfo": (ctypes.c_void_p, [ctypes.c_void_p]),
+    "fi_fabric": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]),
+    "fi_strerror": (ctypes.c_char_p, [ctypes.c_int]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FabricLibrary:
+    """A loaded libfabric with its exported functions typed."""
+
+    path: str
+    version: tuple[int, int]
+    lib: Any
+
+    def strerror(self, code: int) -> str:
+        text: bytes | None = self.lib.fi_strerror(code)
+        return text.decode() if text else f"unknown error {code}"
+
+
+_loaded: dict[str | None, FabricLibrary] = {}
+_lock = threading.Lock()
+
+
+def load_libfabric(path: str | None = None) -> FabricLibrary:
+    """The library at `path`, or the best that this machine has. Raises LibraryMissing."""
+    with _lock:
+        if path not in _loaded:
+            library = _open(path) if path is not None else _search()
+            log.info("libfabric %d.%d from %s", *library.version, library.path)
+            _loaded[path] = library
+        return _loaded[path]
+
+
+def wheel_candidates() -> list[Path]:
+    """Where the `mpich` wheel puts its library, for the layouts that installers use."""
+    site = Path(sysconfig.get_path("purelib"))
+    roots = [Path(sys.prefix) / "lib", *(parent for parent in list(site.parents)[:3]), site / "mpich.libs"]
+    return list(dict.fromkeys(root / "mpich" / _SONAME for root in roots))
+
+
+def _search() -> FabricLibrary:
+    wheel = next((candidate for candidate in wheel_candidates() if candidate.exists()), None)
+    try:
+        system: FabricLibrary | None = _open(_SONAME)
+    except LibraryMissing:
+        system = None
+    if system is not None and (system.version >= _PREFERRED or wheel is None):
+        return system
+    if wheel is None:
+        raise LibraryMissing(f"libfabric is neither on the system ({_SONAME}) nor in this environment; {ADVICE}")
+    if system is not None:
+        log.info("libfabric %d.%d of the system is too old; taking the mpich wheel's", *system.version)
+        _ctypes.dlclose(system.lib._handle)
+    return _open(str(wheel))
+
+
+def _open(path: str) -> FabricLibrary:
+    try:
+        lib = ctypes.CDLL(path)
+    except OSError as error:
+        raise LibraryMissing(f"cannot load libfabric from {path}: {error}; {ADVICE}") from error
+    for name, (result, arguments) in _PROTOTYPES.items():
+        try:
+            function = getattr(lib, name)
+        except AttributeError as error:
+            raise LibraryMissing(f"{path} is no libfabric: it lacks {name}; {ADVICE}") from error
+        function.restype, function.argtypes = result, arguments
+    version = lib.fi_version()
+    return FabricLibrary(_real_path(path), (version >> 16, version & 0xFFFF), lib)
+
+
+def _real_path(path: str) -> str:
+    """The file behind a bare soname, as the loader found it."""
+    if "/" in path:
+        return path
+    with open("/proc/self/maps") as maps:
+        files = [line.split(None, 5)[5].strip() for line in maps if "libfabric.so" in line]
+    return files[-1] if files else path

@@ -1,0 +1,137 @@
+"""Immediate counters: how a receiver learns that everything has come, without being told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.api import Imm, split_imm
+
+OnFull = Callable[[Imm], None]
+Fired = tuple[OnFull, Imm]
+
+_FEW = 8
+"""Up to so many immediates a plain loop beats numpy's sort."""
+
+
+@dataclass(slots=True)
+class _Counter:
+    imm: Imm
+    expected: int
+    on_full: OnFull
+    received: int = 0
+    fired: bool = False
+
+    @property
+    def full(self) -> bool:
+        return self.received >= self.expected
+
+
+class ImmediateCounters:
+    """One counter per armed slot. Thread-safe; implements `transport.api.Immediates`.
+
+    `on_waiting` is called when a counter begins to wait, so that whoever drains the queues polls faster.
+    """
+
+    def __init__(self, on_waiting: Callable[[], None] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[int, _Counter] = {}
+        self._on_waiting = on_waiting
+        self._waiting = 0
+        self._late = 0
+        self._overflow = 0
+
+    @property
+    def late(self) -> int:
+        return self._late
+
+    @property
+    def overflow(self) -> int:
+        return self._overflow
+
+    @property
+    def waiting(self) -> int:
+        """Armed counters that are not full yet."""
+        return self._waiting
+
+    def arm(self, imm: Imm, expected: int, on_full: OnFull) -> None:
+        """Raises ValueError if the slot is armed already or `expected` is negative."""
+        if expected < 0:
+            raise ValueError(f"expected count {expected} is negative")
+        slot, _ = split_imm(imm)
+        with self._lock:
+            held = self._slots.get(slot)
+            if held is not None:
+                raise ValueError(f"slot {slot} is already armed, with generation {split_imm(held.imm)[1]}")
+            counter = _Counter(imm, expected, on_full, fired=expected == 0)
+            self._slots[slot] = counter
+            self._waiting += not counter.fired
+        self._announce(counter)
+
+    def retarget(self, imm: Imm, expected: int, on_full: OnFull) -> None:
+        """Raises KeyError if `imm` is not armed, ValueError if `expected` is negative."""
+        if expected < 0:
+            raise ValueError(f"expected count {expected} is negative")
+        with self._lock:
+            counter = self._armed(imm)
+            self._waiting -= not counter.fired
+            counter.expected, counter.on_full = expected, on_full
+            counter.fired = counter.full
+            self._waiting += not counter.fired
+        self._announce(counter)
+
+    def received(self, imm: Imm) -> int:
+        with self._lock:
+            return self._armed(imm).received
+
+    def disarm(self, imm: Imm) -> int:
+        """Raises KeyError if `imm` is not armed."""
+        with self._lock:
+            counter = self._armed(imm)
+            del self._slots[split_imm(imm)[0]]
+            self._waiting -= not counter.fired
+            return counter.received
+
+    def count(self, values: NDArray[np.int64]) -> list[Fired]:
+        """Counts the immediates of one drained batch; the caller calls what is returned, outside of any lock."""
+        if not len(values):
+            return []
+        if len(values) <= _FEW:
+            pairs = [(int(value), 1) for value in values]
+        else:
+            distinct, counts = np.unique(values, return_counts=True)
+            pairs = list(zip(distinct.tolist(), counts.tolist(), strict=True))
+        fired: list[Fired] = []
+        with self._lock:
+            for value, times in pairs:
+                self._count_one(value, times, fired)
+        return fired
+
+    def _count_one(self, value: int, times: int, fired: list[Fired]) -> None:
+        counter = self._slots.get(split_imm(value)[0])
+        if counter is None or counter.imm != value:
+            self._late += times
+            return
+        counter.received += times
+        self._overflow += min(times, max(0, counter.received - counter.expected))
+        if counter.full and not counter.fired:
+            counter.fired = True
+            self._waiting -= 1
+            fired.append((counter.on_full, counter.imm))
+
+    def _armed(self, imm: Imm) -> _Counter:
+        slot, generation = split_imm(imm)
+        counter = self._slots.get(slot)
+        if counter is None or counter.imm != imm:
+            raise KeyError(f"slot {slot} is not armed with generation {generation}")
+        return counter
+
+    def _announce(self, counter: _Counter) -> None:
+        if counter.fired:
+            counter.on_full(counter.imm)
+        elif self._on_waiting is not None:
+            self._on_waiting()

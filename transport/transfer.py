@@ -1,0 +1,195 @@
+"""What a submitted write becomes: an order (checked numbers) and a transfer (its progress). No provider in here."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.api import (
+    DESCRIPTOR_VERSION,
+    Imm,
+    LinkAddress,
+    Memory,
+    OnDone,
+    PagedWrite,
+    RegionDescriptor,
+    SingleWrite,
+)
+from transport.errors import DescriptorMismatch, TransferCancelled
+
+_ZERO = np.zeros(1, np.int64)
+_tickets = itertools.count(1)
+
+
+class Source(Protocol):
+    """What an order needs of a source region."""
+
+    @property
+    def memory(self) -> Memory: ...
+
+    @property
+    def users(self) -> set[TransferState]: ...
+
+    @property
+    def desc(self) -> int:
+        """What the provider takes as the local descriptor of a write; 0 where it needs none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """Writes as numbers: block i goes from source + source_stride·source_index[i] to target + … under `key`.
+
+    `source` is an address; `target` is what the provider wants: an offset or a virtual address.
+    """
+
+    region: Source | None
+    block_bytes: int
+    source: int
+    source_stride: int
+    source_index: NDArray[np.int64]
+    target: int
+    target_stride: int
+    target_index: NDArray[np.int64]
+    key: int
+    imm: Imm
+
+
+def paged_order(write: PagedWrite, provider: str) -> Order:
+    """Raises ValueError if a block lies outside of its region, DescriptorMismatch."""
+    check_descriptor(write.target, provider)
+    if write.block_bytes <= 0:
+        raise ValueError(f"block_bytes must be positive, not {write.block_bytes}")
+    # Copies: the caller may go on with its arrays, and the loops take nothing but contiguous, writable ones.
+    source_index = np.array(write.source_index, np.int64, order="C")
+    target_index = np.array(write.target_index, np.int64, order="C")
+    if source_index.ndim != 1 or source_index.shape != target_index.shape:
+        raise ValueError(f"index arrays must be 1-d and alike, not {source_index.shape} and {target_index.shape}")
+    memory = write.source.memory
+    _check("source", write.source_offset, write.source_stride, source_index, write.block_bytes, memory.length_bytes)
+    _check(
+        "target", write.target_offset, write.target_stride, target_index, write.block_bytes, write.target.length_bytes
+    )
+    return Order(
+        _as_source(write.source), write.block_bytes,
+        memory.address + write.source_offset, write.source_stride, source_index,
+        write.target.base + write.target_offset, write.target_stride, target_index,
+        write.target.key, _checked_imm(write.imm),
+    )  # fmt: skip
+
+
+def single_order(write: SingleWrite, provider: str) -> Order:
+    """Raises ValueError if it lies outside of its region, DescriptorMismatch."""
+    check_descriptor(write.target, provider)
+    if write.length_bytes <= 0:
+        raise ValueError(f"length_bytes must be positive, not {write.length_bytes}; for no payload use immediate()")
+    memory = write.source.memory
+    _check("source", write.source_offset, 0, _ZERO, write.length_bytes, memory.length_bytes)
+    _check("target", write.target_offset, 0, _ZERO, write.length_bytes, write.target.length_bytes)
+    return Order(
+        _as_source(write.source), write.length_bytes, memory.address + write.source_offset, 0, _ZERO,
+        write.target.base + write.target_offset, 0, _ZERO, write.target.key, _checked_imm(write.imm),
+    )  # fmt: skip
+
+
+def immediate_order(target: RegionDescriptor, imm: Imm, provider: str) -> Order:
+    check_descriptor(target, provider)
+    return Order(None, 0, 0, 0, _ZERO, target.base, 0, _ZERO, target.key, _checked_imm(imm))
+
+
+def check_descriptor(given: RegionDescriptor | LinkAddress, provider: str) -> None:
+    """Raises DescriptorMismatch."""
+    kind = "descriptor" if isinstance(given, RegionDescriptor) else "address"
+    if given.version != DESCRIPTOR_VERSION:
+        raise DescriptorMismatch(
+            f"the peer's {kind} has version {given.version}, this side speaks {DESCRIPTOR_VERSION}"
+        )
+    if given.provider != provider:
+        raise DescriptorMismatch(f"the peer's {kind} is for provider {given.provider!r}, this side uses {provider!r}")
+
+
+def _checked_imm(imm: Imm) -> Imm:
+    if not 0 <= imm < 1 << 32:
+        raise ValueError(f"immediate {imm} does not fit 32 bits")
+    return imm
+
+
+def _as_source(region: object) -> Source:
+    if not hasattr(region, "users"):
+        raise TypeError(f"{type(region).__name__} was not made by Transport.register")
+    return region  # type: ignore[return-value]
+
+
+def _check(side: str, offset: int, stride: int, index: NDArray[np.int64], block: int, length: int) -> None:
+    if not len(index):
+        return
+    ends = (offset + stride * int(index.min()), offset + stride * int(index.max()))
+    if min(ends) < 0 or max(ends) + block > length:
+        raise ValueError(
+            f"{side} blocks reach from byte {min(ends)} to {max(ends) + block}, outside of its region of {length} bytes"
+        )
+
+
+class TransferState:
+    """Implements `transport.api.Transfer`. The counts are written by the worker alone."""
+
+    def __init__(
+        self, order: Order, on_done: OnDone | None, peer: str, cancel: Callable[[TransferState], None]
+    ) -> None:
+        self.order, self.on_done, self.peer = order, on_done, peer
+        self.ticket = next(_tickets)
+        self.total = len(order.source_index)
+        self.posted = 0
+        self.completed = 0
+        self.failed = 0
+        self.error: Exception | None = None
+        self.finished_at: float | None = None
+        self.stopped = False
+        self._cancel = cancel
+        self._done = threading.Event()
+        if order.region is not None:
+            order.region.users.add(self)
+
+    @property
+    def in_flight(self) -> int:
+        return self.posted - self.completed - self.failed
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def cancel(self) -> None:
+        if not self.done:
+            self._cancel(self)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._done.wait(timeout_s)
+
+    def stop(self, error: Exception) -> None:
+        """Nothing more will be posted; `error` stands unless an earlier one does or everything completes."""
+        self.stopped = True
+        self.error = self.error or error
+
+    def cancelled(self) -> TransferCancelled:
+        return TransferCancelled(f"{self} was cancelled after {self.posted} of {self.total} writes")
+
+    def finish(self) -> None:
+        """Marks it done, for good. The caller calls `on_done` afterwards."""
+        assert not self.done
+        if self.order.region is not None:
+            self.order.region.users.discard(self)
+        if self.completed == self.total:
+            self.error = None
+        self.finished_at = time.monotonic()
+        self._done.set()
+
+    def __str__(self) -> str:
+        towards = f" to {self.peer}" if self.peer else ""
+        return f"transfer {self.ticket}{towards}"
