@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
-
+from functools import partial
 
 from actors.channel import RayChannel
 from actors.names import scheduler_handle
@@ -33,6 +33,11 @@ _log = logging.getLogger(__name__)
 
 LEASE_S = 60.0  # a replica that has not been heard of for so long is gone
 VERIFY_RETRY_S = 1.0
+
+
+def _set_if_last(ended: asyncio.Future[SequenceOutput], output: SequenceOutput) -> None:
+    if output.finish is not None and not ended.done():
+        ended.set_result(output)
 
 
 class DecodeNode:
@@ -132,7 +137,7 @@ class DecodeNode:
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         request = GenerationRequest(request_id, tuple(range(1, tokens + 1)), sampling)
         ended: asyncio.Future[SequenceOutput] = self._loop.create_future()
-        self._streams.own_locally(request_id, lambda output: output.finish and ended.set_result(output))
+        self._streams.own_locally(request_id, partial(_set_if_last, ended))
         self._cards[card.node_id] = card
         self._receiver.start(request, card.node_id)
         output = await ended

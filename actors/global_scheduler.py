@@ -72,7 +72,7 @@ class GlobalScheduler:
         return [known.snapshot for known in self._fresh()]
 
     async def health(self) -> tuple[bool, str]:
-        """Whether a request could be served now, and the nodes as one line. Decode nodes are ready only once verified."""
+        """Whether a request could be served now, and the nodes as one line."""
         pair = least_loaded_pair([known.snapshot for known in self._fresh()], 1)
         return pair is not None, self._summary()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from actors.global_scheduler import Placement
 from actors.metrics import node_metrics_text
 from actors.names import node_handle, scheduler_handle
-from pdserve.errors import PdserveError
+from pdserve.errors import NoNodeAvailable, PdserveError
 from pdserve.openai.app import build_app
 from pdserve.openai.backend import Health
 from pdserve.text import Tokenizer
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 RENEW_S = 10.0
 DECODE_ATTEMPTS = 3
+PICK_PATIENCE_S = 10.0  # for nodes that are being restarted
+PICK_PAUSE_S = 0.25
 
 
 class _NodeGone(Exception):
@@ -58,11 +61,14 @@ class RayBackend:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[SequenceOutput, None]:
         streamed: list[int] = []
         lost: set[NodeId] = set()
-        while True:
+        while len(lost) < DECODE_ATTEMPTS:
             rest = _continued(request, streamed)
-            node = await self._submit(rest, frozenset(lost))
-            ended = False
+            placement = await self._pick(rest, frozenset(lost))
+            node, ended = placement.decode, False
+            self._outputs[rest.request_id] = asyncio.Queue()
+            self._home[rest.request_id] = node
             try:
+                await self._submit(rest, placement)
                 async for output in self._read(rest.request_id):
                     streamed.extend(output.tokens)
                     ended = output.finish is not None
@@ -72,29 +78,40 @@ class RayBackend:
                 ended = True
                 lost.add(node)
                 _log.warning("%s was lost; %s goes on elsewhere", node, request.request_id)
-                if len(lost) >= DECODE_ATTEMPTS:
-                    error = f"{len(lost)} decode nodes were lost under this request"
-                    yield SequenceOutput(request.request_id, (), FinishReason.ERROR, error)
-                    return
+            except PdserveError:
+                ended = True  # the node has refused it
+                raise
             finally:
-                self._forget(rest.request_id)
+                self._outputs.pop(rest.request_id, None)
+                self._home.pop(rest.request_id, None)
                 if not ended:  # the client has gone, or has enough
                     node_handle(node).cancel.remote(rest.request_id)
+        error = f"{len(lost)} decode nodes were lost under this request"
+        yield SequenceOutput(request.request_id, (), FinishReason.ERROR, error)
 
-    async def _submit(self, request: GenerationRequest, lost: frozenset[NodeId]) -> NodeId:
-        """Places the request. Raises RequestError, NoNodeAvailable."""
+    async def _pick(self, request: GenerationRequest, lost: frozenset[NodeId]) -> Placement:
+        """Waits a while for nodes that are being restarted. Raises NoNodeAvailable."""
+        patience = time.monotonic() + PICK_PATIENCE_S
+        while True:
+            try:
+                placement: Placement = await self._scheduler.pick.remote(len(request.prompt), lost)
+                return placement
+            except (RayTaskError, RayActorError) as error:
+                cause = _cause(error)
+                if not isinstance(cause, NoNodeAvailable) or time.monotonic() > patience:
+                    raise cause from error
+            await asyncio.sleep(PICK_PAUSE_S)
+
+    async def _submit(self, request: GenerationRequest, placement: Placement) -> None:
+        """Raises RequestError, _NodeGone."""
+        self._reader(placement.decode)
         try:
-            placement: Placement = await self._scheduler.pick.remote(len(request.prompt), lost)
-            self._outputs[request.request_id] = asyncio.Queue()
-            self._home[request.request_id] = placement.decode
-            self._reader(placement.decode)
             await node_handle(placement.decode).submit.remote(self._replica, request, placement.prefill)
-        except RayActorError:
+        except RayActorError as error:
             self._lose(placement.decode)
+            raise _NodeGone from error
         except RayTaskError as error:
-            self._forget(request.request_id)
             raise _cause(error) from error
-        return placement.decode
 
     async def _read(self, request_id: RequestId) -> AsyncGenerator[SequenceOutput, None]:
         queue = self._outputs[request_id]
@@ -105,10 +122,6 @@ class RayBackend:
             yield output
             if output.finish is not None:
                 return
-
-    def _forget(self, request_id: RequestId) -> None:
-        self._outputs.pop(request_id, None)
-        self._home.pop(request_id, None)
 
     # ------------------------------------------------ one stream per decode node
 
@@ -127,10 +140,10 @@ class RayBackend:
                         queue.put_nowait(output)
         except (RayActorError, RayTaskError) as error:
             _log.warning("the stream of %s broke: %s", node, type(error).__name__)
+            self._lose(node)
         finally:
             renewing.cancel()
             self._readers.pop(node, None)
-            self._lose(node)
 
     async def _renew(self, node: NodeId) -> None:
         while True:
@@ -169,8 +182,10 @@ def _continued(request: GenerationRequest, streamed: list[int]) -> GenerationReq
     return GenerationRequest(request_id, (*request.prompt, *streamed), sampling)
 
 
-def _cause(error: RayTaskError) -> Exception:
+def _cause(error: RayTaskError | RayActorError) -> Exception:
     """Our own errors come back as themselves."""
+    if isinstance(error, RayActorError):
+        return NoNodeAvailable("the global scheduler is being restarted; try again in a moment")
     cause: Any = error.cause
     return cause if isinstance(cause, PdserveError) else error
 

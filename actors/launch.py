@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,9 +27,11 @@ from actors.prefill_node import PrefillNode
 from pdserve.config import EMBEDDED_MODEL, Settings
 from pdserve.engine.limits import context_tokens
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.messenger.target import HandoffTrace
+from pdserve.messenger.wire import NodeCard
 from pdserve.models.load import load_model, model_dir, read_config
 from pdserve.observe import progress
-from pdserve.types import NodeId, Role
+from pdserve.types import NodeId, RequestId, Role
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Cluster:
         self.nodes: dict[NodeId, Any] = {}
         self.scheduler: Any = None
         self.model_path = ""
+        self.max_model_len = 0
         self.model_name = settings.model.name or ""
         self.url = ""
         self._own_ray: contextlib.ExitStack = contextlib.ExitStack()
@@ -148,8 +152,8 @@ class Cluster:
     def _serve(self) -> None:
         http = self.settings.http
         port = http.port or _free_port(http.host)
-        serve.start(http_options={"host": http.host, "port": port, "location": "HeadOnly"})
-        self._own_ray.callback(_quietly, serve.shutdown)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(proxy_location="HeadOnly", http_options={"host": http.host, "port": port})
         spec = IngressSpec(self.model_path, self.model_name, self.max_model_len)
         serve.run(ingress_application(spec), name=APPLICATION, route_prefix="/")
         host = f"[{http.host}]" if ":" in http.host else http.host
@@ -158,6 +162,14 @@ class Cluster:
     def wait(self) -> None:
         """Until the process is told to end."""
         threading.Event().wait()
+
+    def cards(self) -> dict[NodeId, NodeCard]:
+        return {node: ray.get(handle.card.remote()) for node, handle in self.nodes.items()}
+
+    def trace(self, request_id: RequestId) -> HandoffTrace | None:
+        """What the decode nodes know of a request's handoff; None if nothing (any more)."""
+        decode = [handle for node, handle in self.nodes.items() if node.startswith(Role.DECODE)]
+        return next(filter(None, ray.get([handle.trace.remote(request_id) for handle in decode])), None)
 
     def metrics(self) -> dict[NodeId, dict[str, float]]:
         return {node: ray.get(handle.metrics.remote()) for node, handle in self.nodes.items()}
@@ -178,7 +190,7 @@ class Cluster:
         with contextlib.suppress(RayError, GetTimeoutError):
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
         for handle in [*self.nodes.values(), self.scheduler]:
-            _quietly(lambda handle=handle: ray.kill(handle, no_restart=True))  # type: ignore[misc]
+            _quietly(partial(ray.kill, handle, no_restart=True))
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""What every node is made of: a model, KV memory and its page pool, transports, a card, and reports to the scheduler."""
+"""What every node is made of: a model, KV memory and its page pool, transports, a card, and reports on itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ray
 import torch
 from ray.exceptions import RayError
 
@@ -34,6 +33,7 @@ from transport.fabric.info import available
 _log = logging.getLogger(__name__)
 
 REPORT_S = 0.2
+REPORT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +153,10 @@ class Reporter:
     def _run(self) -> None:
         while not self._stop.wait(REPORT_S):
             try:
-                peers = ray.get(scheduler_handle().report.remote(self._card, self._report()), timeout=5)
+                peers = scheduler_handle().report.remote(self._card, self._report()).future().result(REPORT_TIMEOUT_S)
                 if self._on_peers is not None:
                     self._on_peers(peers)
-            except (RayError, ValueError) as error:
+            except (RayError, ValueError, TimeoutError) as error:
                 _log.info("the global scheduler cannot be reached: %s", error)
             except Exception:
                 _log.exception("a report failed")

@@ -147,10 +147,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     _check_port_is_free(settings)
 
-    from actors.launch import launch
-    from pdserve.observe import set_up_logging
+    from pdserve.observe import progress, set_up_logging
 
     set_up_logging()
+    with progress("loading Ray"):
+        from actors.launch import launch
     with launch(settings) as server:
         print(f"pdserve: serving at {server.url}, Ctrl-C ends it", flush=True)
         try:
@@ -184,10 +185,14 @@ def _bench(arguments: argparse.Namespace) -> int:
         arguments.print_help()
         return 0 if arguments.rest in (["--help"], ["-h"]) else EXIT_USAGE
     if arguments.what == "transport":
-        from pdserve.bench.transport import main as run_bench
+        from pdserve.bench import transport
+
+        transport.main(arguments.rest)
     else:
-        from pdserve.bench.serve import main as run_bench
-    return run_bench(arguments.rest) or 0
+        from pdserve.bench import serve
+
+        serve.main(arguments.rest)
+    return 0
 
 
 def _settings(arguments: argparse.Namespace, default_overrides: dict[str, Any] | None = None) -> Settings:

@@ -86,8 +86,8 @@ class FabricLink:
             raise ValueError(f"window must be at least 1, not {window}")
         if self._connected:
             raise ValueError(f"the link is connected already, to {self._lane.peer or 'a peer'}: open another one")
-        self._connected = True
         self._worker.inbox.call(lambda: self._lane.connect(peer.name, window, name))
+        self._connected = True
 
     def write_paged(self, write: PagedWrite, on_done: OnDone | None = None) -> TransferState:
         """Raises ValueError, DescriptorMismatch, NotConnected, LinkClosed."""

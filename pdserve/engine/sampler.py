@@ -28,7 +28,7 @@ class Sampler:
         self._padded: NDArray[np.float32] = np.zeros(-(-vocab // _BLOCK) * _BLOCK, dtype=np.float32)
 
     def sample(self, logits: NDArray[np.float32], sequences: ListLike[Sequence]) -> list[int]:
-        """One token for each sequence; NO_TOKEN if its row is unusable. `logits` `(sequences, vocab)` may be overwritten."""
+        """One token a sequence; NO_TOKEN if its row is unusable. `logits` `(sequences, vocab)` may be overwritten."""
         for index, sequence in enumerate(sequences):
             if sequence.known_tokens < sequence.stops_from and sequence.stop_ids:
                 logits[index, list(sequence.stop_ids)] = -np.inf
@@ -94,7 +94,7 @@ def _filter(weights: NDArray[np.float32], params: SamplingParams) -> NDArray[np.
 def _likeliest(
     weights: NDArray[np.float32], enough: Callable[[NDArray[np.float32]], bool | np.bool_]
 ) -> NDArray[np.intp]:
-    """Ids in order of falling weight, as far down as is `enough`: sorting the whole vocabulary would take milliseconds."""
+    """Ids in order of falling weight, as far down as is `enough`: to sort the whole vocabulary takes milliseconds."""
     for floor in _FLOORS:
         ids = np.flatnonzero(weights >= floor)
         above = weights[ids]

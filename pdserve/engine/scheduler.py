@@ -158,7 +158,7 @@ def _keep(
 def _make_room_for_head(waiting: Sequence[P], free: int, limits: Limits) -> tuple[list[P], int]:
     """Nothing runs, so nothing will end: if the head lacks a page, the newest that wait with pages give theirs up.
 
-    Not in vain: where even all of them would not do, somebody else holds pages and will hand them in.
+    A head that has come with its pages lacks one at most; a prompt still to compute has nobody with pages behind it.
     """
     need = _missing_pages(waiting[0], limits)
     victims: list[P] = []
@@ -168,8 +168,6 @@ def _make_room_for_head(waiting: Sequence[P], free: int, limits: Limits) -> tupl
         if other.held_pages:
             victims.append(other)
             free += other.held_pages
-    if need > free:
-        return [], free - sum(victim.held_pages for victim in victims)
     return victims, free
 
 

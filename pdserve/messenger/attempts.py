@@ -5,6 +5,7 @@ Owned by the receiver's thread. What becomes of the requests is the receiver's b
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,8 +26,9 @@ from pdserve.messenger.wire import (
     HandoffRequest,
     Quiesced,
     Reject,
+    ToPrefill,
 )
-from pdserve.types import PageIndex, RequestId
+from pdserve.types import RequestId
 from policies.sharding import expected_count, pages_sent
 from transport.api import Imm
 
@@ -34,11 +36,13 @@ CANCEL_PATIENCE_S = 2.0  # before a Cancel is repeated
 CANCELS = 3  # then the peer is revoked
 TRACES = 1024  # kept for `trace()`
 
+_log = logging.getLogger(__name__)
+
 
 class Outcomes(Protocol):
     """Who is told what became of an attempt."""
 
-    def pages_ready(self, request_id: RequestId, pages: tuple[PageIndex, ...]) -> None: ...
+    def pages_ready(self, attempt: TargetHandoff) -> None: ...
 
     def attempt_failed(self, attempt: TargetHandoff, reason: str, retryable: bool) -> None: ...
 
@@ -53,6 +57,7 @@ class Attempts:
         self._slots = SlotTable()
         self._handoffs: dict[HandoffId, TargetHandoff] = {}
         self._traces: OrderedDict[RequestId, HandoffTrace] = OrderedDict()
+        self._traced: dict[HandoffId, RequestId] = {}
         self._number = 0
         self.outcomes: Outcomes | None = None
         self.failures = {"transfer": 0, "expired": 0, "rejected": 0, "peer_lost": 0}
@@ -71,10 +76,10 @@ class Attempts:
         """Pins pages and a slot, arms the counter, and only then asks. Raises OutOfPages when either is short now."""
         if not self._slots.free:
             raise OutOfPages("all immediate slots are taken")
+        count = self._expected(len(tokens), peer)
         pages = self._parts.pool.allocate(self._parts.memory.geometry.pages_for(len(tokens) - 1))
-        self._number += 1
         entry = TargetHandoff(
-            id=HandoffId(self._parts.card.incarnation, self._number),
+            id=HandoffId(self._parts.card.incarnation, self.next_number()),
             request_id=request_id,
             peer=peer.node,
             pages=pages,
@@ -83,10 +88,19 @@ class Attempts:
             deadline=time.monotonic() + self._parts.settings.request_timeout_s,
         )
         self._handoffs[entry.id] = entry
-        count = self._expected(len(tokens), peer)
         self._open_trace(entry, peer, count)
         self._feed(entry, h.Allotted(count))
         return entry.id
+
+    def next_number(self) -> int:
+        """Handoffs and meetings draw from one sequence, so that a meeting tells which handoffs are older."""
+        self._number += 1
+        return self._number
+
+    def peer_of(self, handoff: HandoffId) -> Peer | None:
+        """Who works at a handoff that is under way."""
+        entry = self._handoffs.get(handoff)
+        return None if entry is None else self._peers.get(entry.peer)
 
     def _expected(self, prompt_tokens: int, peer: Peer) -> int:
         card = self._parts.card
@@ -117,22 +131,23 @@ class Attempts:
             return  # long over, or from an incarnation that was revoked
         match message:
             case Accept():
-                entry.deadline = time.monotonic() + self._parts.settings.transfer_timeout_s
+                if entry.machine.state is h.DecodeState.REQUESTED:  # a late one changes no other deadline
+                    entry.deadline = time.monotonic() + self._parts.settings.transfer_timeout_s
                 self._feed(entry, h.Accepted())
             case Reject(reason=reason, retryable=retryable):
-                self.failures["rejected"] += 1
+                self.failures["rejected"] += entry.machine.state not in h.HELD
                 self._feed(entry, h.Rejected(reason, retryable))
             case Quiesced(posted=posted, reason=reason):
-                self.failures["transfer"] += 1
+                self.failures["transfer"] += entry.machine.state not in h.HELD
                 received = 0 if entry.armed is None else entry.armed.received(entry.imm)
                 self._feed(entry, h.QuiescedAt(posted, received, reason))
 
     def _done(self, message: Done) -> None:
         """Bookkeeping only: timings for the trace. Readiness comes from the count alone."""
-        for trace in reversed(self._traces.values()):
-            if trace.handoff == message.id:
-                self._traces[trace.request_id] = replace(trace, writes_posted=message.posted, timings=message.timings)
-                return
+        request_id = self._traced.get(message.id)
+        if request_id is not None:
+            trace = self._traces[request_id]
+            self._traces[request_id] = replace(trace, writes_posted=message.posted, timings=message.timings)
 
     # ------------------------------------------------ machine in, work out
 
@@ -150,7 +165,7 @@ class Attempts:
                 entry.armed.arm(entry.imm, expected, partial(self._full, entry.id))
             case h.SendRequest():
                 assert peer is not None
-                peer.channel.send(self._request(entry, peer))
+                self._send(peer, self._request(entry, peer))
             case h.SendCancel():
                 self._send_cancel(entry, peer)
             case h.Retarget(expected):
@@ -188,7 +203,13 @@ class Attempts:
         entry.deadline, entry.cancels = time.monotonic() + CANCEL_PATIENCE_S, entry.cancels + 1
         if peer is not None and peer.incarnation is not None:
             card = self._parts.card
-            peer.channel.send(Cancel(entry.id, card.node_id, card.incarnation, peer.incarnation))
+            self._send(peer, Cancel(entry.id, card.node_id, card.incarnation, peer.incarnation))
+
+    def _send(self, peer: Peer, message: ToPrefill) -> None:
+        try:
+            peer.channel.send(message)
+        except Exception as error:  # as if it had been lost on the way: deadlines see to that
+            _log.warning("%s to %s was not sent: %s", type(message).__name__, peer.node, error)
 
     def _full(self, handoff: HandoffId, imm: Imm) -> None:
         at = time.monotonic()
@@ -214,7 +235,7 @@ class Attempts:
         trace = self._traces.get(entry.request_id)
         if trace is not None and trace.handoff == entry.id:
             self._traces[entry.request_id] = replace(trace, writes_counted=counted, ready_at=entry.full_at)
-        self.outcomes.pages_ready(entry.request_id, entry.pages)
+        self.outcomes.pages_ready(entry)
 
     # ------------------------------------------------ deadlines
 
@@ -241,6 +262,9 @@ class Attempts:
 
     def _open_trace(self, entry: TargetHandoff, peer: Peer, count: int) -> None:
         before = self._traces.pop(entry.request_id, None)
+        if before is not None:
+            del self._traced[before.handoff]
+        self._traced[entry.id] = entry.request_id
         self._traces[entry.request_id] = HandoffTrace(
             request_id=entry.request_id,
             handoff=entry.id,
@@ -253,4 +277,5 @@ class Attempts:
             bytes_expected=count * self._parts.memory.geometry.block_bytes,
         )
         while len(self._traces) > TRACES:
-            self._traces.popitem(last=False)
+            _, oldest = self._traces.popitem(last=False)
+            del self._traced[oldest.handoff]

@@ -6,22 +6,25 @@ import logging
 from dataclasses import dataclass
 
 from pdserve.errors import MeetingRefused
+from pdserve.messenger.answers import Answers
 from pdserve.messenger.liveness import PeerWatch
 from pdserve.messenger.meeting import Transports, choose_provider, refusal
 from pdserve.messenger.wire import MeetRefusal, MeetReply, MeetRequest, NodeCard
 from pdserve.types import Incarnation
 from transport.api import Link, SourceRegion
+from transport.errors import TransportError
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Destination:
-    """One decode node: what it told us, and the link that writes to it."""
+    """One decode node: what it told us, the link that writes to it, and what it was answered."""
 
     request: MeetRequest
     link: Link
     source: SourceRegion
+    answers: Answers
 
 
 class Destinations:
@@ -32,10 +35,8 @@ class Destinations:
         self._transports = transports
         self._provider = provider
         self._met: dict[Incarnation, Destination] = {}
+        self._last: dict[Incarnation, int] = {}  # number of the last meeting, also of those that were lost
         self._watch = PeerWatch()
-
-    def __contains__(self, incarnation: Incarnation) -> bool:
-        return incarnation in self._met
 
     def get(self, incarnation: Incarnation) -> Destination | None:
         return self._met.get(incarnation)
@@ -43,9 +44,22 @@ class Destinations:
     def all(self) -> list[Incarnation]:
         return list(self._met)
 
+    def answered(self, request: MeetRequest) -> MeetReply | MeetRefusal | None:
+        """The answer to a meeting that is not new: repeated, or overtaken by a later one."""
+        incarnation = request.card.incarnation
+        last = self._last.get(incarnation, -1)
+        if request.number > last:
+            return None
+        if request.number == last and incarnation in self._met:
+            return MeetReply(self._card)
+        return MeetRefusal(
+            f"meeting {request.number} is over: {request.card.node_id} has asked for a later one, or left"
+        )
+
     def meet(self, request: MeetRequest) -> MeetReply | MeetRefusal:
         """Compares cards and opens a link, or says what differs. The incarnation must not be met already."""
         theirs = request.card
+        self._last[theirs.incarnation] = request.number
         reason = refusal(self._card, theirs) or self._connect(request)
         if reason is not None:
             _log.warning("refused %s: %s", theirs.node_id, reason)
@@ -56,17 +70,24 @@ class Destinations:
     def _connect(self, request: MeetRequest) -> str | None:
         try:
             provider = choose_provider(self._provider, self._card, request.card)
-        except MeetingRefused as error:
+            if request.address.provider != provider:
+                return f"provider differs: {provider} at {self._card.node_id}, {request.address.provider} at the peer"
+            self._open(provider, request)
+        except (MeetingRefused, TransportError, ValueError) as error:
             return str(error)
-        if request.address.provider != provider:
-            return f"provider differs: {provider} at {self._card.node_id}, {request.address.provider} at the peer"
-        opened = self._transports.get(provider)
-        link = opened.transport.open_link()
-        link.connect(request.address, window=request.window, name=request.card.node_id)
-        self._met[request.card.incarnation] = Destination(request, link, opened.source)
         if request.card.host == self._card.host:
             self._watch.add(request.card.incarnation, request.card.pid)
         return None
+
+    def _open(self, provider: str, request: MeetRequest) -> None:
+        opened = self._transports.get(provider)
+        link = opened.transport.open_link()
+        try:
+            link.connect(request.address, window=request.window, name=request.card.node_id)
+        except Exception:
+            link.close()
+            raise
+        self._met[request.card.incarnation] = Destination(request, link, opened.source, Answers(request.number))
 
     def forget(self, incarnation: Incarnation) -> Destination | None:
         """Takes it out; the caller closes its link once its transfers are marked."""

@@ -7,12 +7,15 @@ proof: they are given up by deadlines and revoked.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
 from pathlib import Path
 
 from pdserve.types import Incarnation
+
+_log = logging.getLogger(__name__)
 
 
 def host_identity() -> str:
@@ -32,11 +35,16 @@ class PeerWatch:
         self._gone: set[Incarnation] = set()
 
     def add(self, incarnation: Incarnation, pid: int) -> None:
-        """Watches `pid`; one that has ended already is reported by the next `ended()`."""
+        """Watches `pid`; one that has ended already is reported by the next `ended()`.
+
+        Where the system has no pidfd, there is no proof to be had: deadlines do it, as for another host.
+        """
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             self._gone.add(incarnation)
+        except OSError as error:
+            _log.warning("cannot watch process %d (%s): its end will be noticed by deadlines only", pid, error)
         else:
             self._by_fd[fd] = incarnation
             self._poll.register(fd, select.POLLIN)

@@ -34,6 +34,11 @@ class Mailbox(Generic[Event]):
         """Thread-safe; never blocks."""
         self._queue.put(event)
 
+    @property
+    def idle(self) -> bool:
+        """For `between`: everything that was posted before this call has been handled."""
+        return self._queue.empty()
+
     def close(self) -> None:
         """Takes the events posted so far, then ends the thread. Idempotent."""
         self._queue.put(None)

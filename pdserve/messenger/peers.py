@@ -79,21 +79,29 @@ class PeerTable:
     def all(self) -> list[Peer]:
         return list(self._peers.values())
 
-    def begin(self, node: NodeId, on_answer: Callable[[Peer, object], None]) -> None:
+    def begin(self, node: NodeId, number: int, on_answer: Callable[[Peer, object], None]) -> None:
         """Opens a link for the peer, exposes our region on it, and asks to meet; the answer goes to `complete`.
 
-        Raises MeetingRefused when the peer is unknown or no provider is common.
+        `number` is above every handoff's before. Raises MeetingRefused when the peer is unknown or no provider is
+        common, and what the transport or the channel raises; nothing is left behind then.
         """
         card = self._parts.card_of(node)
         if card is None:
             raise MeetingRefused(f"{node} is not known")
         peer = self._open(node, choose_provider(self._parts.provider, self._parts.card, card))
+        try:
+            request = self._offer(peer, number)
+            self._peers[node] = peer
+            peer.channel.meet(request, lambda answer: on_answer(peer, answer))
+        except Exception:
+            self.revoke(peer)
+            raise
+
+    def _offer(self, peer: Peer, number: int) -> MeetRequest:
         geometry = self._parts.memory.geometry
         exposed = peer.offered.expose(self._parts.transports.memory)
         grant = RegionGrant(exposed.descriptor, geometry.layer_stride_bytes, geometry.block_bytes, geometry.pages)
-        request = MeetRequest(self._parts.card, peer.offered.address, (grant,), peer.window)
-        self._peers[node] = peer
-        peer.channel.meet(request, lambda answer: on_answer(peer, answer))
+        return MeetRequest(self._parts.card, number, peer.offered.address, (grant,), peer.window)
 
     def _open(self, node: NodeId, provider: str) -> Peer:
         transport = self._parts.transports.get(provider).transport
@@ -107,15 +115,18 @@ class PeerTable:
     def complete(self, peer: Peer, answer: object) -> bool:
         """Takes the answer to a meeting; False if the peer was revoked in the meantime.
 
-        Raises MeetingRefused, and closes the link, unless it was a fitting reply.
+        Raises MeetingRefused if the two cannot work together, or the answer itself if it is an error; the link is
+        closed then.
         """
         if self._peers.get(peer.node) is not peer:
             return False
-        reason = self._fault(peer, answer)
+        if not isinstance(answer, MeetReply):
+            self.revoke(peer)
+            raise answer if isinstance(answer, Exception) else MeetingRefused(_refusal_of(answer))
+        reason = refusal(answer.card, self._parts.card)
         if reason is not None:
             self.revoke(peer)
             raise MeetingRefused(reason)
-        assert isinstance(answer, MeetReply)
         peer.incarnation, peer.parallel, peer.link = answer.card.incarnation, answer.card.parallel, peer.offered
         if answer.card.host == self._parts.card.host:
             self._watch.add(peer.incarnation, answer.card.pid)
@@ -124,11 +135,6 @@ class PeerTable:
     def unanswered(self, now: float) -> list[Peer]:
         """Peers that were asked to meet and have not answered in time."""
         return [peer for peer in self._peers.values() if peer.link is None and now > peer.answer_by]
-
-    def _fault(self, peer: Peer, answer: object) -> str | None:
-        if isinstance(answer, MeetReply):
-            return refusal(answer.card, self._parts.card)
-        return answer.reason if isinstance(answer, MeetRefusal) else str(answer)
 
     def revoke(self, peer: Peer) -> None:
         """Closes the peer's link: on return nothing of it can land any more."""
@@ -145,3 +151,7 @@ class PeerTable:
 
     def close(self) -> None:
         self._watch.close()
+
+
+def _refusal_of(answer: object) -> str:
+    return answer.reason if isinstance(answer, MeetRefusal) else f"it answered {answer!r}"

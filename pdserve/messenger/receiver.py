@@ -7,13 +7,13 @@ outlive its job, in quarantine, until its memory is safe.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from pdserve.errors import MeetingRefused, OutOfPages, PdserveError
+from pdserve.errors import MeetingRefused, OutOfPages
 from pdserve.messenger.attempts import Attempts
 from pdserve.messenger.mailbox import Mailbox
 from pdserve.messenger.peers import Peer, PeerTable, ReceiverParts
@@ -36,14 +36,15 @@ class Receiver:
         self._parts = parts
         self._engine: DecodeEngine | None = None
         self._jobs: dict[RequestId, Job] = {}
-        self._waiting: deque[RequestId] = deque()  # for pages, in order
+        self._arrivals = 0
+        self._waiting: list[Job] = []  # for pages, by arrival
         self._next_check = 0.0
         self._peers = PeerTable(parts)
         self._mail: Mailbox[Event] = Mailbox("pdserve-receiver", lambda event: event(), self._between)
         self._attempts = Attempts(parts, self._peers, self._mail.post)
         self._attempts.outcomes = self
         self._mail.start()
-        parts.pool.subscribe(lambda: self._mail.post(self._admit))
+        self._unsubscribe = parts.pool.subscribe(lambda: self._mail.post(self._admit))
 
     def attach(self, engine: DecodeEngine) -> None:
         """Names the engine that decodes; before the first request."""
@@ -76,6 +77,11 @@ class Receiver:
         return sum(not job.delivered for job in list(self._jobs.values()))
 
     @property
+    def handoffs(self) -> int:
+        """Attempts whose pages and slots are pinned, those in quarantine included."""
+        return len(self._attempts)
+
+    @property
     def quarantined_handoffs(self) -> int:
         return self._attempts.quarantined
 
@@ -84,8 +90,9 @@ class Receiver:
         return dict(self._attempts.failures)
 
     def close(self) -> None:
-        """Revokes every peer; after the engine was closed."""
-        self._mail.post(lambda: self._lose_all("the decode node is closing"))
+        """Ends what still waits and revokes every peer; after the engine was closed. Idempotent."""
+        self._unsubscribe()
+        self._mail.post(self._close)
         self._mail.close()
         self._peers.close()
 
@@ -103,7 +110,11 @@ class Receiver:
     # ------------------------------------------------ jobs
 
     def _start(self, request: GenerationRequest, prefill: NodeId) -> None:
-        job = Job(request, (), prefill, self._patience())
+        if request.request_id in self._jobs:
+            _log.error("request %s is here already: the second one is ignored", request.request_id)
+            return
+        self._arrivals += 1
+        job = Job(request, (), prefill, self._arrivals)
         self._jobs[request.request_id] = job
         pages = self._parts.memory.geometry.pages_for(len(job.tokens))
         if pages > self._parts.pool.total:
@@ -114,20 +125,13 @@ class Receiver:
         else:
             self._queue(job)
 
-    def _patience(self) -> float:
-        return time.monotonic() + self._parts.settings.transfer_timeout_s
-
-    def _queue(self, job: Job, *, first: bool = False) -> None:
-        (self._waiting.appendleft if first else self._waiting.append)(job.request.request_id)
-        self._admit()
-
     def _preempted(self, request: GenerationRequest, generated: tuple[int, ...]) -> None:
         job = self._jobs.get(request.request_id)
         if job is None or job.cancelled:
             self._end(request.request_id, FinishReason.ABORT, None)
             return
-        self._jobs[request.request_id] = again = Job(request, generated, job.prefill, self._patience())
-        self._queue(again, first=True)
+        self._jobs[request.request_id] = again = Job(request, generated, job.prefill, job.arrival)
+        self._queue(again)
 
     def _cancel(self, request_id: RequestId) -> None:
         assert self._engine is not None
@@ -155,29 +159,38 @@ class Receiver:
         job.delivered, job.handoff = True, None
         try:
             self._engine.submit_ready(job.request, pages, job.generated)
-        except PdserveError as error:
+        except Exception as error:  # then the pages are still ours
             self._parts.pool.free(pages)
             self._end(job.request.request_id, FinishReason.ERROR, str(error))
 
     # ------------------------------------------------ attempts
 
+    def _queue(self, job: Job) -> None:
+        """In line for pages; first of all its prefill node must be met."""
+        peer = self._peers.get(job.prefill)
+        if peer is not None and peer.link is not None:
+            job.reroute_until = None
+            job.give_up_at = job.give_up_at or time.monotonic() + self._parts.settings.transfer_timeout_s
+            bisect.insort(self._waiting, job, key=lambda waiting: waiting.arrival)
+            self._admit()
+            return
+        job.meeting = True
+        if peer is None:
+            self._meet(job.prefill)
+
     def _admit(self) -> None:
-        """Starts handoffs in order of arrival, as pages allow. A job whose peer is not met yet steps aside."""
+        """Starts handoffs in order of arrival, as pages allow."""
         while self._waiting:
-            job = self._jobs.get(self._waiting[0])
-            if job is None or job.cancelled or job.delivered or job.handoff is not None:
-                self._waiting.popleft()
-                continue
+            job = self._waiting[0]
             peer = self._peers.get(job.prefill)
-            if peer is not None and peer.link is not None:
-                if not self._attempt(job, peer):
-                    return
-                self._waiting.popleft()
+            if self._jobs.get(job.request.request_id) is not job or job.cancelled:
+                self._waiting.pop(0)
+            elif peer is None or peer.link is None:  # lost while it waited
+                self._queue(self._waiting.pop(0))
+            elif self._attempt(job, peer):
+                self._waiting.pop(0)
             else:
-                self._waiting.popleft()
-                job.meeting = True
-                if peer is None:
-                    self._meet(job.prefill)
+                return
 
     def _attempt(self, job: Job, peer: Peer) -> bool:
         """False when pages are short now."""
@@ -192,11 +205,13 @@ class Receiver:
         except OutOfPages:
             return False
         job.attempts += 1
-        job.handoff = handoff
+        job.handoff, job.give_up_at = handoff, None
         return True
 
-    def pages_ready(self, request_id: RequestId, pages: tuple[PageIndex, ...]) -> None:
-        self._deliver(self._jobs[request_id], pages)
+    def pages_ready(self, attempt: TargetHandoff) -> None:
+        job = self._jobs.get(attempt.request_id)
+        assert job is not None and job.handoff == attempt.id  # whatever ends a job gives its attempt up first
+        self._deliver(job, attempt.pages)
 
     def attempt_failed(self, attempt: TargetHandoff, reason: str, retryable: bool) -> None:
         job = self._jobs.get(attempt.request_id)
@@ -206,9 +221,9 @@ class Receiver:
         job.handoff = None
         self._try_elsewhere(job, reason, retryable)
 
-    def _try_elsewhere(self, job: Job, reason: str, retryable: bool) -> None:
+    def _try_elsewhere(self, job: Job, reason: str, retryable: bool = True) -> None:
         job.tried.add(job.prefill)
-        job.reason = reason
+        job.reason, job.give_up_at = reason, None
         if not retryable or job.attempts >= self._parts.settings.attempts:
             self._end(job.request.request_id, FinishReason.ERROR, f"prefill failed: {reason}")
             return
@@ -216,24 +231,24 @@ class Receiver:
         self._ask_reroute(job)
 
     def _ask_reroute(self, job: Job) -> None:
-        job.reroute_at = None
-        request_id = job.request.request_id
+        job.reroute_at, job.rerouting = None, True
 
         def reply(node: NodeId | None) -> None:
-            self._mail.post(lambda: self._rerouted(request_id, node))
+            self._mail.post(lambda: self._rerouted(job, node))
 
-        self._parts.reroute(request_id, frozenset(job.tried), reply)
+        try:
+            self._parts.reroute(job.request.request_id, frozenset(job.tried), reply)
+        except Exception as error:
+            _log.warning("cannot ask for another prefill node: %s", error)
+            reply(None)
 
-    def _rerouted(self, request_id: RequestId, node: NodeId | None) -> None:
-        job = self._jobs.get(request_id)
-        if job is None or job.cancelled or job.delivered:
+    def _rerouted(self, job: Job, node: NodeId | None) -> None:
+        if self._jobs.get(job.request.request_id) is not job or job.cancelled or not job.rerouting:
             return
+        job.rerouting = False
         if node is not None:
-            job.prefill, job.give_up_at = node, self._patience()
+            job.prefill = node
             self._queue(job)
-        elif job.reroute_until is not None and time.monotonic() > job.reroute_until:
-            error = f"prefill failed: {job.reason}; no other prefill node became ready"
-            self._end(request_id, FinishReason.ERROR, error)
         else:
             job.tried = set()  # a node that was restarted deserves another try
             job.reroute_at = time.monotonic() + REROUTE_PAUSE_S
@@ -241,56 +256,65 @@ class Receiver:
     # ------------------------------------------------ peers
 
     def _meet(self, node: NodeId) -> None:
+        number = self._attempts.next_number()
         try:
-            self._peers.begin(node, lambda peer, answer: self._mail.post(partial(self._met, peer, answer)))
-        except PdserveError as error:
-            self._meeting_ended(node, str(error))
+            self._peers.begin(node, number, lambda peer, answer: self._mail.post(partial(self._met, peer, answer)))
+        except Exception as error:
+            self._meeting_failed(node, error)
 
     def _met(self, peer: Peer, answer: object) -> None:
         try:
             if not self._peers.complete(peer, answer):
                 return
-        except MeetingRefused as error:
-            self._meeting_ended(peer.node, str(error))
-        else:
-            self._meeting_ended(peer.node, None)
+        except Exception as error:
+            self._meeting_failed(peer.node, error)
+            return
+        for job in self._end_meeting(peer.node):
+            self._queue(job)
 
-    def _meeting_ended(self, node: NodeId, failure: str | None) -> None:
-        if failure is not None:
-            _log.warning("meeting %s failed: %s", node, failure)
-        for job in [j for j in self._jobs.values() if j.meeting and j.prefill == node]:
+    def _meeting_failed(self, node: NodeId, error: Exception) -> None:
+        """A refusal counts as an attempt. A node that cannot be reached may be starting: time alone bounds that."""
+        _log.warning("meeting %s failed: %s", node, error)
+        for job in self._end_meeting(node):
+            job.attempts += isinstance(error, MeetingRefused)
+            self._try_elsewhere(job, f"could not meet {node}: {error}")
+
+    def _end_meeting(self, node: NodeId) -> list[Job]:
+        """The jobs that have waited for it."""
+        jobs = [job for job in self._jobs.values() if job.meeting and job.prefill == node]
+        for job in jobs:
             job.meeting = False
-            if failure is None:
-                self._queue(job)
-            else:
-                job.attempts += 1
-                self._try_elsewhere(job, f"could not meet {node}: {failure}", retryable=True)
+        return jobs
 
     def _message(self, message: ToDecode) -> None:
         if not isinstance(message, NotMet):
             self._attempts.on_message(message)
             return
-        for peer in self._peers.all():
-            if peer.incarnation == message.target:
-                self.revoke(peer, message.reason)
+        peer = self._attempts.peer_of(message.id)
+        if peer is not None and peer.incarnation == message.target:
+            self.revoke(peer, message.reason)
 
     def revoke(self, peer: Peer, reason: str) -> None:
         """After this nothing of the peer can land, and all memory that it could have hit is safe."""
         _log.warning("revoking %s: %s", peer.node, reason)
         met = peer.link is not None
         self._peers.revoke(peer)
-        self._attempts.revoked(peer, reason)
-        if not met:
-            self._meeting_ended(peer.node, reason)
+        if met:
+            self._attempts.revoked(peer, reason)
+        else:
+            self._meeting_failed(peer.node, ConnectionError(reason))
 
     def _lose_node(self, node: NodeId, reason: str) -> None:
         peer = self._peers.get(node)
         if peer is not None:
             self.revoke(peer, reason)
 
-    def _lose_all(self, reason: str) -> None:
+    def _close(self) -> None:
+        for job in list(self._jobs.values()):
+            if not job.delivered:
+                self._end(job.request.request_id, FinishReason.ABORT, "the decode node is closing")
         for peer in self._peers.all():
-            self.revoke(peer, reason)
+            self.revoke(peer, "the decode node is closing")
 
     # ------------------------------------------------ between events
 
@@ -308,8 +332,17 @@ class Receiver:
             self.revoke(peer, "it did not answer a meeting in time")
         self._attempts.check(now)
         for job in list(self._jobs.values()):
-            if job.reroute_at is not None and now > job.reroute_at:
-                self._ask_reroute(job)
-            elif not job.delivered and job.handoff is None and now > job.give_up_at:
-                error = "no pages became free in time: the node is overloaded"
-                self._end(job.request.request_id, FinishReason.ERROR, error)
+            if not job.delivered and job.handoff is None:
+                self._check_job(job, now)
+        self._admit()  # what kept the first one waiting may have ended without freeing a page
+
+    def _check_job(self, job: Job, now: float) -> None:
+        if job.reroute_until is not None and now > job.reroute_until:
+            patience = self._parts.settings.failover_timeout_s
+            error = f"prefill failed: {job.reason}; no other prefill node became ready within {patience:g} s"
+            self._end(job.request.request_id, FinishReason.ERROR, error)
+        elif job.reroute_at is not None and now > job.reroute_at:
+            self._ask_reroute(job)
+        elif job.give_up_at is not None and now > job.give_up_at:
+            error = "no pages became free in time: the node is overloaded"
+            self._end(job.request.request_id, FinishReason.ERROR, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 
@@ -10,9 +11,11 @@ from numpy.typing import NDArray
 
 from pdserve.engine.hooks import Chunk
 from pdserve.messenger.handoff.prefill import PrefillHandoff
-from pdserve.messenger.wire import HandoffRequest, LayerTiming, PrefillTimings
+from pdserve.messenger.wire import HandoffRequest, LayerTiming, PrefillTimings, RegionGrant
 from pdserve.types import PageIndex, RequestId
-from transport.api import Transfer
+from policies.layout import PageGeometry
+from transport.api import PagedWrite, SourceRegion, Transfer
+from transport.errors import TransportClosed
 
 
 def _no_pages() -> NDArray[np.int64]:
@@ -39,6 +42,8 @@ class SourceHandoff:
     started_at: float = 0.0
     computed_at: float = 0.0
     drained_at: float = 0.0
+    cancelled: bool = False  # by the decode node
+    drain_by: float | None = None  # once it is stopped: how long its writes in flight may take
     chunk_source: NDArray[np.int64] = field(default_factory=_no_pages)  # pages of the current chunk, here
     chunk_target: NDArray[np.int64] = field(default_factory=_no_pages)  # and there
     _chunks: list[tuple[int, int]] = field(default_factory=list)
@@ -82,6 +87,21 @@ class SourceHandoff:
         layers, self._computed = self._computed, []
         return layers
 
+    def layer_write(self, layer: int, here: PageGeometry, source: SourceRegion, grant: RegionGrant) -> PagedWrite:
+        """The current chunk's blocks of one layer, each to its page at the decode node."""
+        return PagedWrite(
+            source=source,
+            target=grant.descriptor,
+            block_bytes=here.block_bytes,
+            source_offset=layer * here.layer_stride_bytes,
+            source_stride=here.block_bytes,
+            source_index=self.chunk_source,
+            target_offset=layer * grant.layer_stride_bytes,
+            target_stride=grant.block_bytes,
+            target_index=self.chunk_target,
+            imm=self.request.imm,
+        )
+
     def submitted(self, layer: int, computed_at: float, transfer: Transfer, block_bytes: int) -> None:
         size = block_bytes * transfer.total
         self._writes.append(_LayerWrite(len(self._chunks) - 1, layer, computed_at, time.monotonic(), transfer, size))
@@ -89,7 +109,8 @@ class SourceHandoff:
     def stop_transfers(self) -> None:
         for write in self._writes:
             if not write.transfer.done:
-                write.transfer.cancel()
+                with contextlib.suppress(TransportClosed):  # then it is done
+                    write.transfer.cancel()
 
     def timings(self) -> PrefillTimings:
         layers = tuple(

@@ -31,16 +31,18 @@ class Job:
     request: GenerationRequest
     generated: tuple[int, ...]  # from before a preemption: part of what must be prefilled, not streamed again
     prefill: NodeId  # who computes it
-    give_up_at: float
+    arrival: int  # its place in every queue, kept through failover and preemption
     handoff: HandoffId | None = None  # the attempt under way
+    give_up_at: float | None = None  # set while it waits for pages
     attempts: int = 0
     tried: set[NodeId] = field(default_factory=set)
     delivered: bool = False
     cancelled: bool = False
     meeting: bool = False  # waits for its prefill node to be met
     reason: str = ""
-    reroute_at: float | None = None
-    reroute_until: float | None = None
+    rerouting: bool = False  # another prefill node was asked for
+    reroute_at: float | None = None  # when to ask again
+    reroute_until: float | None = None  # set while its prefill node is lost
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -66,9 +66,14 @@ class RegionGrant:
 
 @dataclass(frozen=True, slots=True)
 class MeetRequest:
-    """D → P: who I am, where to write, and how much may be outstanding."""
+    """D → P: who I am, where to write, and how much may be outstanding.
+
+    `number` comes from the same sequence as handoff numbers: handoffs and meetings below it are void, because D revoked
+    whatever it had given for them. So a message that was delayed across a new meeting can never be carried out.
+    """
 
     card: NodeCard
+    number: int
     address: LinkAddress
     regions: tuple[RegionGrant, ...]
     window: int
@@ -175,7 +180,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class NotMet:
-    """P → D: you meant my predecessor, or I do not know you (any more). Revoke what you gave, and meet me again."""
+    """P → D: you meant my predecessor, or I do not know you (any more). Revoke what you gave, and meet me again.
+
+    Heeded only while `id` is under way at D: a late one must not end a meeting that has been renewed since.
+    """
 
     id: HandoffId
     source: Incarnation  # who lives here now

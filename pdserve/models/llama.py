@@ -171,7 +171,9 @@ def plan_rows(batch: RaggedBatch, page_size: int) -> RowPlan:
     position = batch.first_position[sequence] + offset
     page_index = position // page_size
     if batch.rows and int(page_index.max()) >= batch.page_table.shape[1]:
-        raise ValueError(f"position {int(position.max())} lies behind the page table's {batch.page_table.shape[1]} pages")
+        raise ValueError(
+            f"position {int(position.max())} lies behind the page table's {batch.page_table.shape[1]} pages"
+        )
     return RowPlan(
         row_start=np.ascontiguousarray(batch.row_start, np.int64),
         first_position=np.ascontiguousarray(batch.first_position, np.int64),

@@ -100,9 +100,7 @@ def _llama_weights(checkpoint: Checkpoint, tensors: Mapping[str, NDArray[Any]]) 
 
     def layer(index: int) -> LayerWeights:
         prefix = f"model.layers.{index}."
-        matrices = {
-            field: matrix(f"{prefix}{name}.weight", *shapes[field]) for field, name in _LAYER_TENSORS.items()
-        }
+        matrices = {field: matrix(f"{prefix}{name}.weight", *shapes[field]) for field, name in _LAYER_TENSORS.items()}
         return LayerWeights(
             attention_norm=norm(f"{prefix}input_layernorm.weight"),
             mlp_norm=norm(f"{prefix}post_attention_layernorm.weight"),

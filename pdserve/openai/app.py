@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from pdserve import __version__
 from pdserve.openai import http_metrics, prompts
-from pdserve.openai.backend import Backend
+from pdserve.openai.backend import Backend, Health
 from pdserve.openai.disconnect import ClientGone
 from pdserve.openai.envelope import RequestEnvelope
 from pdserve.openai.errors import ApiError, as_api_error, bad_request
@@ -25,6 +26,7 @@ from pdserve.openai.service import GenerationService
 from pdserve.text import Tokenizer
 
 _log = logging.getLogger(__name__)
+_NODES_ANSWER_S = 5.0  # for /health and /metrics: an answer that hangs says less than one that says so
 _CLIENT_GONE = 499  # nobody reads it; nginx's number, for access logs
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -107,17 +109,21 @@ class ServerEndpoints:
     async def health(self, request: Request) -> Response:
         """200 only when ready; else 503, and the detail says what is missing."""
         try:
-            health = await self._backend.health()
+            async with asyncio.timeout(_NODES_ANSWER_S):
+                health = await self._backend.health()
+        except TimeoutError:
+            health = Health(False, {"error": f"the nodes did not answer within {_NODES_ANSWER_S} s"})
         except Exception as error:
             _log.exception("the health check failed")
-            return JSONResponse({"status": "unavailable", "detail": {"error": str(error)}}, 503)
+            health = Health(False, {"error": str(error)})
         status = "ready" if health.ready else "unavailable"
         return JSONResponse({"status": status, "detail": health.detail}, 200 if health.ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         text = self._metrics.text()
         try:
-            text += await self._backend.metrics_text()
+            async with asyncio.timeout(_NODES_ANSWER_S):
+                text += await self._backend.metrics_text()
         except Exception:  # our own metrics are worth having when the nodes are in trouble
             _log.exception("the nodes' metrics are not to be had")
         return Response(text, media_type=http_metrics.CONTENT_TYPE)

@@ -54,7 +54,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),

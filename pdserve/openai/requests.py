@@ -47,6 +47,8 @@ class SamplingBody(Body):
     """-1 and 0 switch it off."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
+    return_token_ids: bool | None = None
+    """Choices then carry `token_ids`, the ids that their text came from."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -40,6 +40,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: None
     finish_reason: Finish
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -61,6 +62,7 @@ class ChatChunkChoice(BaseModel):
     delta: ChatDelta
     logprobs: None
     finish_reason: Finish | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -77,6 +79,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: None
     finish_reason: Finish | None
+    token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):

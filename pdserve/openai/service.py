@@ -92,7 +92,8 @@ class GenerationService:
     def _head(self, kind: str, body: SamplingBody) -> AnswerHead:
         """The id is ours, never the client's: two requests may carry the same X-Request-Id."""
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return AnswerHead(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._backend.model_name, include_usage)
+        name, model = f"{kind}-{uuid.uuid4().hex}", self._backend.model_name
+        return AnswerHead(name, int(time.time()), model, include_usage, bool(body.return_token_ids))
 
     async def _run(self, request: Request, body: SamplingBody, job: Job) -> Response:
         if body.stream_options is not None and not body.stream:
@@ -110,15 +111,18 @@ class GenerationService:
 
     async def _whole(self, job: Job) -> Response:
         texts: list[list[str]] = [[] for _ in job.sequences]
+        tokens: list[list[int]] = [[] for _ in texts]
         finishes: list[Finish | None] = [None] * len(texts)
-        generated = 0
         async with aclosing(self._deltas(job)) as deltas:
             async for index, delta in deltas:
-                generated += len(delta.tokens)
+                tokens[index].extend(delta.tokens)
                 texts[index].append(delta.text)
                 finishes[index] = _finish(delta)
-        choices = [ChoiceText(index, "".join(texts[index]), finish) for index, finish in enumerate(finishes)]
-        whole = job.shape.whole(choices, Usage.of(job.prompt_tokens, generated))
+        choices = [
+            ChoiceText(index, "".join(texts[index]), finish, tuple(tokens[index]))
+            for index, finish in enumerate(finishes)
+        ]
+        whole = job.shape.whole(choices, Usage.of(job.prompt_tokens, sum(map(len, tokens))))
         return Response(whole.model_dump_json(exclude_unset=True), media_type="application/json")
 
     async def _events(self, job: Job) -> AsyncGenerator[bytes, None]:
@@ -127,8 +131,8 @@ class GenerationService:
         async with aclosing(self._deltas(job)) as deltas:
             async for index, delta in deltas:
                 generated += len(delta.tokens)
-                if delta.text or delta.finish:
-                    choice = ChoiceText(index, delta.text, _finish(delta), first=index not in begun)
+                if delta.text or delta.finish or job.shape.head.token_ids:
+                    choice = ChoiceText(index, delta.text, _finish(delta), delta.tokens, first=index not in begun)
                     begun.add(index)
                     yield sse_event(job.shape.chunk(choice))
         if job.include_usage:

@@ -29,6 +29,7 @@ class ChoiceText:
     index: int
     text: str
     finish: Finish | None
+    tokens: tuple[int, ...] = ()
     first: bool = False
 
 
@@ -40,6 +41,13 @@ class AnswerHead:
     created: int
     model: str
     include_usage: bool
+    token_ids: bool = False
+    """Whether choices carry the ids of their tokens."""
+
+    def choice(self, choice: ChoiceText) -> dict[str, Any]:
+        """What every choice says in the same way."""
+        fields = {"index": choice.index, "logprobs": None, "finish_reason": choice.finish}
+        return {**fields, "token_ids": list(choice.tokens)} if self.token_ids else fields
 
     def whole(self) -> dict[str, Any]:
         return {"id": self.id, "created": self.created, "model": self.model}
@@ -50,6 +58,9 @@ class AnswerHead:
 
 
 class AnswerShape(Protocol):
+    @property
+    def head(self) -> AnswerHead: ...
+
     def whole(self, choices: Sequence[ChoiceText], usage: Usage) -> BaseModel: ...
 
     def chunk(self, choice: ChoiceText) -> BaseModel: ...
@@ -65,7 +76,7 @@ class ChatShape:
         (choice,) = choices
         assert choice.finish is not None
         message = AssistantMessage(role="assistant", content=choice.text, refusal=None)
-        answer = ChatChoice(index=0, message=message, logprobs=None, finish_reason=choice.finish)
+        answer = ChatChoice(message=message, **self.head.choice(choice))
         return ChatCompletion(object="chat.completion", choices=[answer], usage=usage, **self.head.whole())
 
     def chunk(self, choice: ChoiceText) -> ChatCompletionChunk:
@@ -73,7 +84,7 @@ class ChatShape:
             delta = ChatDelta(role="assistant", content=choice.text)
         else:
             delta = ChatDelta(content=choice.text) if choice.text else ChatDelta()
-        part = ChatChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=choice.finish)
+        part = ChatChunkChoice(delta=delta, **self.head.choice(choice))
         return ChatCompletionChunk(object="chat.completion.chunk", choices=[part], **self.head.chunk())
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
@@ -84,18 +95,15 @@ class ChatShape:
 class CompletionShape:
     head: AnswerHead
 
+    def _choice(self, choice: ChoiceText) -> CompletionChoice:
+        return CompletionChoice(text=choice.text, **self.head.choice(choice))
+
     def whole(self, choices: Sequence[ChoiceText], usage: Usage) -> Completion:
-        return Completion(object="text_completion", choices=_plain(choices), usage=usage, **self.head.whole())
+        parts = [self._choice(choice) for choice in choices]
+        return Completion(object="text_completion", choices=parts, usage=usage, **self.head.whole())
 
     def chunk(self, choice: ChoiceText) -> Completion:
-        return Completion(object="text_completion", choices=_plain([choice]), **self.head.chunk())
+        return Completion(object="text_completion", choices=[self._choice(choice)], **self.head.chunk())
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return Completion(object="text_completion", choices=[], usage=usage, **self.head.whole())
-
-
-def _plain(choices: Sequence[ChoiceText]) -> list[CompletionChoice]:
-    return [
-        CompletionChoice(index=choice.index, text=choice.text, logprobs=None, finish_reason=choice.finish)
-        for choice in choices
-    ]

@@ -27,7 +27,7 @@ def _cache_folder() -> Path:
 
 
 def kernel(function: Kernel) -> Kernel:
-    """Compiles without fast-math (LLVM may not reorder a sum), without the GIL, cached in the user's cache directory."""
+    """Compiles without fast-math (LLVM may not reorder a sum), without the GIL, cached in the user's directory."""
     before = numba_config.CACHE_DIR
     numba_config.CACHE_DIR = str(_FOLDER)  # read when the dispatcher is made, that is, below
     try:
@@ -36,9 +36,9 @@ def kernel(function: Kernel) -> Kernel:
         numba_config.CACHE_DIR = before
 
 
-def inline(function: Kernel) -> Kernel:
-    """A function for use inside kernels; compiled into them."""
-    return cast(Kernel, numba.njit(nogil=True, error_model="numpy", inline="never")(function))
+def inline(function: Callable[..., Any]) -> Any:
+    """A function for use inside kernels; compiled into them, and for their addresses and tuples left untyped."""
+    return numba.njit(nogil=True, error_model="numpy")(function)
 
 
 _FOLDER = _cache_folder()

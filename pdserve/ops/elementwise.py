@@ -6,7 +6,7 @@ import numpy as np
 
 from pdserve.ops.api import Floats, Indices, Weights
 from pdserve.ops.compile import inline, kernel
-from pdserve.ops.tiles import bits_of, dot_tile, from_bits, silu_mul_span
+from pdserve.ops.tiles import dot_tile, narrowed, silu_mul_span, widened
 
 
 @inline
@@ -14,7 +14,7 @@ def norm_row(row, weight, epsilon, out):  # type: ignore[no-untyped-def]
     size = len(row)
     total = np.zeros(1, np.float32)
     at = row.ctypes.data
-    dot_tile(1, 1, row, at, 0, at, 0, total.ctypes.data, 0, size // 16, False)
+    dot_tile(1, 1, np.float32(0), at, 0, at, 0, total.ctypes.data, 0, size // 16, False)
     for i in range(size // 16 * 16, size):
         total[0] += row[i] * row[i]
     factor = np.float32(1.0) / np.sqrt(total[0] / np.float32(size) + np.float32(epsilon))
@@ -49,30 +49,14 @@ def rotate(x: Floats, cos: Floats, sin: Floats, position: Indices) -> None:
                 x[row, head, half + i] = second * c + first * s
 
 
-@inline
-def rounded(value):  # type: ignore[no-untyped-def]
-    """float32 as bf16 bits, to nearest even; a NaN stays one."""
-    bits = bits_of(value)
-    if value != value:
-        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-
 @kernel
-def append_bf16(source: Floats, block: Weights, which: int, page: Indices, slot: Indices) -> None:
+def append(source: Floats, block: Weights, which: int, page: Indices, slot: Indices) -> None:
     """source `(rows, kv_heads, head_dim)` into keys (which 0) or values (1) of block."""
+    like = block[0, 0, 0, 0, 0]
     for row in range(source.shape[0]):
         for head in range(source.shape[1]):
             for i in range(source.shape[2]):
-                block[page[row], which, head, slot[row], i] = rounded(source[row, head, i])
-
-
-@kernel
-def append_f32(source: Floats, block: Weights, which: int, page: Indices, slot: Indices) -> None:
-    for row in range(source.shape[0]):
-        for head in range(source.shape[1]):
-            for i in range(source.shape[2]):
-                block[page[row], which, head, slot[row], i] = source[row, head, i]
+                block[page[row], which, head, slot[row], i] = narrowed(source[row, head, i], like)
 
 
 @kernel
@@ -81,14 +65,7 @@ def silu_mul(gate: Floats, up: Floats) -> None:
 
 
 @kernel
-def embed_bf16(table: Weights, tokens: Indices, out: Floats) -> None:
+def embed(table: Weights, tokens: Indices, out: Floats) -> None:
     for row in range(out.shape[0]):
         for i in range(out.shape[1]):
-            out[row, i] = from_bits(np.uint32(table[tokens[row], i]) << np.uint32(16))
-
-
-@kernel
-def embed_f32(table: Weights, tokens: Indices, out: Floats) -> None:
-    for row in range(out.shape[0]):
-        for i in range(out.shape[1]):
-            out[row, i] = table[tokens[row], i]
+            out[row, i] = widened(table[tokens[row], i])

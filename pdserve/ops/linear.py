@@ -1,4 +1,4 @@
-"""`x · weightᵀ` in tiles of three rows by three outputs; each output element is summed in one order, whatever the call."""
+"""`x · weightᵀ` in tiles of three rows by three outputs; an output is summed in one order, whatever the call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from pdserve.ops.api import Floats, Weights
 from pdserve.ops.compile import inline, kernel
-from pdserve.ops.tiles import deinterleave, dot_tile
+from pdserve.ops.tiles import deinterleave, dot_tile, widened
 
 ROWS = 3
 COLUMNS = 3
@@ -41,20 +41,34 @@ def linear(x: Floats, weight: Weights, out: Floats, packed: Floats) -> None:
     rows, inputs = x.shape
     outputs = weight.shape[0]
     blocks = inputs // 16
-    size = weight.itemsize
+    size, like = weight.itemsize, weight[0, 0]
     x_stride, w_stride, out_stride = inputs * 4, inputs * size, outputs * 4
+    values, weights, results, scratch = x.ctypes.data, weight.ctypes.data, out.ctypes.data, packed.ctypes.data
     span = max(COLUMNS, _WEIGHT_BLOCK_BYTES // w_stride // COLUMNS * COLUMNS)
     for first in range(0, outputs, span):
         columns = min(span, outputs - first)
-        w = weight.ctypes.data + first * w_stride
+        w = weights + first * w_stride
         for row in range(0, rows, ROWS):
             height = min(ROWS, rows - row)
-            a = x.ctypes.data + row * x_stride
+            a = values + row * x_stride
             a_stride = x_stride
             if size == 2:
                 a_stride = packed.shape[1] * 4
                 for i in range(height):
-                    deinterleave(a + i * x_stride, packed.ctypes.data + i * a_stride, blocks, np.float32(1))
-                a = packed.ctypes.data
-            to = out.ctypes.data + row * out_stride + first * 4
-            dot_rows(height, weight, a, a_stride, w, w_stride, columns, to, out_stride, blocks, False)
+                    deinterleave(a + i * x_stride, scratch + i * a_stride, blocks, np.float32(1))
+                a = scratch
+            to = results + row * out_stride + first * 4
+            dot_rows(height, like, a, a_stride, w, w_stride, columns, to, out_stride, blocks, False)
+    if inputs % 16:
+        add_remainder(x, weight, out, blocks * 16)
+
+
+@inline
+def add_remainder(x, weight, out, start):  # type: ignore[no-untyped-def]
+    """Adds the products of the inputs behind the last whole block, one after another."""
+    for row in range(x.shape[0]):
+        for column in range(weight.shape[0]):
+            total = out[row, column]
+            for i in range(start, x.shape[1]):
+                total += x[row, i] * widened(weight[column, i])
+            out[row, column] = total

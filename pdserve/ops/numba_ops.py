@@ -10,21 +10,22 @@ import numpy as np
 from pdserve.ops import elementwise
 from pdserve.ops.api import Floats, Indices, Rotation, RowPlan, Weights
 from pdserve.ops.linear import ROWS, linear
-from pdserve.ops.paged_attention import LANES, QUERY_ROWS, paged_attention
+from pdserve.ops.paged_attention import QUERY_ROWS, paged_attention
 
 
 class NumbaOps:
-    """One instance per thread: it owns the kernels' scratch memory. head_dim must be a multiple of 16."""
+    """One instance per thread: it owns the kernels' scratch memory. head_dim must be a multiple
+    of 16 and page_size one of 8."""
 
     name = "numba"
     deterministic = True
 
     def __init__(self) -> None:
         self._packed = np.empty((ROWS, 0), np.float32)
-        self._tile: tuple[Floats, Floats, Floats, Floats] | None = None
+        self._tile: tuple[Floats, ...] = ()
 
     def embed(self, table: Weights, tokens: Indices, out: Floats) -> None:
-        (elementwise.embed_bf16 if table.dtype == np.uint16 else elementwise.embed_f32)(table, tokens, out)
+        elementwise.embed(table, tokens, out)
 
     def linear(self, x: Floats, weight: Weights, out: Floats) -> None:
         if self._packed.shape[1] < x.shape[1]:
@@ -41,9 +42,8 @@ class NumbaOps:
         elementwise.rotate(x, rotation.cos, rotation.sin, plan.position)
 
     def append(self, keys: Floats, values: Floats, block: Weights, plan: RowPlan) -> None:
-        write = elementwise.append_bf16 if block.dtype == np.uint16 else elementwise.append_f32
-        write(keys, block, 0, plan.page, plan.slot)
-        write(values, block, 1, plan.page, plan.slot)
+        elementwise.append(keys, block, 0, plan.page, plan.slot)
+        elementwise.append(values, block, 1, plan.page, plan.slot)
 
     def attention(self, queries: Floats, block: Weights, plan: RowPlan, out: Floats) -> None:
         paged_attention(
@@ -53,19 +53,18 @@ class NumbaOps:
     def silu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.silu_mul(gate, up)
 
-    def _scratch(self, queries: Floats, block: Weights) -> tuple[Floats, Floats, Floats, Floats]:
-        """packed queries, scores, sums, softmax state of one attention tile."""
+    def _scratch(self, queries: Floats, block: Weights) -> tuple[Floats, ...]:
+        """packed queries, key columns, scores, sums, softmax state of one attention tile."""
         rows = QUERY_ROWS * (queries.shape[1] // block.shape[2])
-        dim, width = block.shape[4], -(-block.shape[3] // LANES) * LANES
-        shapes = (rows, dim), (rows, width), (rows, dim), (3, rows)
-        if self._tile is None or tuple(array.shape for array in self._tile) != shapes:
-            packed, scores, sums, state = (np.empty(shape, np.float32) for shape in shapes)
-            self._tile = packed, scores, sums, state
+        page_size, dim = block.shape[3:]
+        shapes = (rows, dim), (dim, page_size), (rows, page_size), (rows, dim), (3, rows)
+        if tuple(array.shape for array in self._tile) != shapes:
+            self._tile = tuple(np.empty(shape, np.float32) for shape in shapes)
         return self._tile
 
 
 def warm_up(dtype: str, report: Callable[[str], None]) -> None:
-    """Compiles the kernels of one dtype, or loads them from the cache; says so where that takes longer than a second."""
+    """Compiles the kernels of one dtype, or loads them from the cache; says so where that takes long."""
     started = time.monotonic()
     report_slow = _SlowReport(report, started)
     weights = np.uint16 if dtype == "bf16" else np.float32

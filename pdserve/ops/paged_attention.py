@@ -1,7 +1,8 @@
 """Attention over pages, one kernel for decode rows and prefill chunks.
 
 A tile is a few query rows times the heads that share a key/value head; it passes over the sequence's pages once, with
-an online softmax. Every row's sums run in the order of pages and tokens, whatever shares its tile.
+an online softmax. A page's keys are transposed into scratch memory, so that scores come out eight tokens at a time
+without sums across lanes. Every row's sums run in the order of dimensions, tokens and pages, whatever shares its tile.
 """
 
 from __future__ import annotations
@@ -10,81 +11,95 @@ import numpy as np
 
 from pdserve.ops.api import Floats, Indices, Weights
 from pdserve.ops.compile import inline, kernel
-from pdserve.ops.linear import dot_rows
-from pdserve.ops.tiles import deinterleave, scale_span, softmax_step, weighted_rows_tile
+from pdserve.ops.tiles import softmax_step, transpose_tile, weighted_sum_tile
 
 QUERY_ROWS = 32  # of one tile
 LANES = 8
 
 
 @inline
-def weigh_values(rows, like, p, p_stride, values, dim, out, scale, tokens):  # type: ignore[no-untyped-def]
-    """`weighted_rows_tile` for one to three rows over the whole head dimension; addresses and strides in bytes."""
-    size = like.itemsize
-    for block in range(0, dim // 16 - 1, 2):
-        at, to = values + block * 16 * size, out + block * 64
+def score_rows(rows, queries, dim, columns, scores, page_size):  # type: ignore[no-untyped-def]
+    """Scores of one to three rows against a page's tokens; addresses of the first row."""
+    like, across, row = np.float32(0), dim * 4, page_size * 4
+    whole = page_size // 32 * 128
+    for at in range(0, whole, 128):
         if rows == 3:
-            weighted_rows_tile(3, 2, like, p, p_stride, at, dim * size, to, dim * 4, scale, tokens)
+            weighted_sum_tile(3, 4, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
         elif rows == 2:
-            weighted_rows_tile(2, 2, like, p, p_stride, at, dim * size, to, dim * 4, scale, tokens)
+            weighted_sum_tile(2, 4, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
         else:
-            weighted_rows_tile(1, 2, like, p, p_stride, at, dim * size, to, dim * 4, scale, tokens)
-    if dim // 16 % 2:
-        at, to = values + (dim - 16) * size, out + (dim - 16) * 4
-        for row in range(rows):
-            shift = row * dim * 4
-            weighted_rows_tile(1, 1, like, p + row * p_stride, p_stride, at, 0 + dim * size, to + shift, dim * 4,
-                               scale + row * 4, tokens)  # fmt: skip
+            weighted_sum_tile(1, 4, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
+    for at in range(whole, row, 32):
+        if rows == 3:
+            weighted_sum_tile(3, 1, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
+        elif rows == 2:
+            weighted_sum_tile(2, 1, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
+        else:
+            weighted_sum_tile(1, 1, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
 
 
 @inline
-def attend_page(block, page, head, filled, rows, group, position, scores, queries, sums, state):  # type: ignore[no-untyped-def]
-    """Takes the first `filled` tokens of a page into the online softmax of a tile's rows.
+def weigh_values(rows, like, size, weights, page_size, values, sums, dim, factors, tokens):  # type: ignore[no-untyped-def]
+    """Shrinks the sums of one to three rows and adds a page's weighted values; addresses of the first row."""
+    row, stride, out = page_size * 4, dim * size, dim * 4
+    for d in range(0, dim // 32 * 32, 32):
+        at, to = values + d * size, sums + d * 4
+        if rows == 3:
+            weighted_sum_tile(3, 4, True, like, weights, row, at, stride, to, out, factors, tokens)
+        elif rows == 2:
+            weighted_sum_tile(2, 4, True, like, weights, row, at, stride, to, out, factors, tokens)
+        else:
+            weighted_sum_tile(1, 4, True, like, weights, row, at, stride, to, out, factors, tokens)
+    for d in range(dim // 32 * 32, dim, 16):
+        at, to = values + d * size, sums + d * 4
+        if rows == 3:
+            weighted_sum_tile(3, 2, True, like, weights, row, at, stride, to, out, factors, tokens)
+        elif rows == 2:
+            weighted_sum_tile(2, 2, True, like, weights, row, at, stride, to, out, factors, tokens)
+        else:
+            weighted_sum_tile(1, 2, True, like, weights, row, at, stride, to, out, factors, tokens)
 
-    `position` is that of the tile's first row relative to the page; state is `(3, rows)`: maximum, total, factor.
+
+@inline
+def attend_page(like, size, keys, values, page_size, dim, filled, position, count, group, scratch):  # type: ignore[no-untyped-def]
+    """Takes the first `filled` tokens of a page into the online softmax of `count` query rows times `group` heads.
+
+    `keys` and `values` are addresses of one head's; `position` is that of the first query row relative to the page.
     """
-    dim, size = block.shape[4], block.itemsize
-    keys = block.ctypes.data + ((page * 2 * block.shape[2]) + head) * block.shape[3] * dim * size
-    values = keys + block.shape[2] * block.shape[3] * dim * size
-    width = scores.shape[1]
-    vectors = (filled + LANES - 1) // LANES
+    queries, columns, scores, sums, state, state_stride = scratch
+    rows, page_row = count * group, page_size * 4
+    for token in range(0, page_size, LANES):  # stale tokens come along; softmax_step gives them no weight
+        transpose_tile(like, keys + token * dim * size, dim * size, columns + token * 4, page_row, dim // 16)
     for row in range(0, rows, 3):
-        height = min(3, rows - row)
-        at = scores.ctypes.data + row * width * 4
-        a = queries.ctypes.data + row * dim * 4
-        dot_rows(height, block, a, dim * 4, keys, dim * size, filled, at, width * 4, dim // 16, False)
-        for i in range(row, row + height):
-            for token in range(max(0, position + i // group + 1), vectors * LANES):
-                scores[i, token] = -np.inf
-            top, factor, total = softmax_step(scores.ctypes.data + i * width * 4, vectors, state[0, i])
-            state[0, i] = top
-            state[1, i] = state[1, i] * factor + total
-            state[2, i] = factor
-        to = sums.ctypes.data + row * dim * 4
-        scale = state.ctypes.data + (2 * state.shape[1] + row) * 4
-        weigh_values(height, block, at, width * 4, values, dim, to, scale, filled)
+        score_rows(min(3, rows - row), queries + row * dim * 4, dim, columns, scores + row * page_row, page_size)
+    row = 0
+    for query in range(count):
+        allowed = min(max(0, position + query + 1), page_size)
+        for _ in range(group):
+            softmax_step(scores + row * page_row, page_size // LANES, allowed, state + row * 4, state_stride)
+            row += 1
+    for row in range(0, rows, 3):
+        at, to = scores + row * page_row, sums + row * dim * 4
+        factors = state + 2 * state_stride + row * 4
+        weigh_values(min(3, rows - row), like, size, at, page_size, values, to, dim, factors, filled)
 
 
 @inline
-def prepare_tile(queries, first_row, count, head, group, packed, sums, state, bf16):  # type: ignore[no-untyped-def]
-    """Packs a tile's queries, scaled and in the keys' element order, and resets its sums."""
+def prepare_tile(queries, first_row, count, head, group, packed, sums, state):  # type: ignore[no-untyped-def]
+    """Packs a tile's queries, scaled, and resets its sums."""
     dim = queries.shape[2]
     scale = np.float32(1.0) / np.sqrt(np.float32(dim))
     for i in range(count * group):
-        source = queries[first_row + i // group, head * group + i % group].ctypes.data
-        target = packed.ctypes.data + i * dim * 4
-        if bf16:
-            deinterleave(source, target, dim // 16, scale)
-        else:
-            scale_span(source, target, dim // 16, scale)
+        for d in range(dim):
+            packed[i, d] = queries[first_row + i // group, head * group + i % group, d] * scale
+            sums[i, d] = 0.0
         state[0, i] = -np.inf
         state[1, i] = 0.0
-        sums[i, :dim] = 0.0
 
 
 @inline
 def finish_tile(out, first_row, count, head, group, sums, state, bf16):  # type: ignore[no-untyped-def]
-    """Divides by the softmax totals and writes the rows in their natural element order."""
+    """Divides by the softmax totals and writes the rows; sums over bf16 values are in deinterleaved order."""
     dim = out.shape[2]
     for i in range(count * group):
         row, query_head = first_row + i // group, head * group + i % group
@@ -103,27 +118,28 @@ def paged_attention(
     page_table: Indices,
     out: Floats,
     packed: Floats,
+    columns: Floats,
     scores: Floats,
     sums: Floats,
     state: Floats,
 ) -> None:
-    """See `Ops.attention`. packed, sums `(tile rows, head_dim)`, scores `(tile rows, page)`, state `(3, tile rows)`.
-
-    scores is padded to whole vectors of 8; tile rows are QUERY_ROWS times the heads of a group.
+    """See `Ops.attention`. Scratch: packed and sums `(tile rows, head_dim)`, columns `(head_dim, page_size)`,
+    scores `(tile rows, page_size)`, state `(3, tile rows)`; tile rows are QUERY_ROWS times the heads of a group.
     """
-    kv_heads, page_size = block.shape[2], block.shape[3]
-    group = queries.shape[1] // kv_heads
-    bf16 = block.itemsize == 2
+    kv_heads, page_size, dim, size = block.shape[2], block.shape[3], block.shape[4], block.itemsize
+    group, like = queries.shape[1] // kv_heads, block[0, 0, 0, 0, 0]
+    scratch = (packed.ctypes.data, columns.ctypes.data, scores.ctypes.data, sums.ctypes.data, state.ctypes.data,
+               state.shape[1] * 4)  # fmt: skip
+    pages, head_bytes = block.ctypes.data, page_size * dim * size
     for sequence in range(len(first_position)):
         for head in range(kv_heads):
             for first_row in range(row_start[sequence], row_start[sequence + 1], QUERY_ROWS):
                 count = min(QUERY_ROWS, row_start[sequence + 1] - first_row)
                 position = first_position[sequence] + first_row - row_start[sequence]
                 length = position + count
-                prepare_tile(queries, first_row, count, head, group, packed, sums, state, bf16)
+                prepare_tile(queries, first_row, count, head, group, packed, sums, state)
                 for start in range(0, length, page_size):
-                    page = page_table[sequence, start // page_size]
-                    filled = min(page_size, length - start)
-                    attend_page(block, page, head, filled, count * group, group, position - start,
-                                scores, packed, sums, state)  # fmt: skip
-                finish_tile(out, first_row, count, head, group, sums, state, bf16)
+                    keys = pages + (page_table[sequence, start // page_size] * 2 * kv_heads + head) * head_bytes
+                    attend_page(like, size, keys, keys + kv_heads * head_bytes, page_size, dim,
+                                min(page_size, length - start), position - start, count, group, scratch)  # fmt: skip
+                finish_tile(out, first_row, count, head, group, sums, state, size == 2)

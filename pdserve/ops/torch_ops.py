@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -17,17 +19,19 @@ def as_tensor(array: Weights) -> torch.Tensor:
 
 
 def _over(array: Weights) -> torch.Tensor:
-    # Mapped weights are read-only, which torch only warns of; nothing here writes into weights.
     if array.flags.writeable:
         return torch.from_numpy(array)
-    return torch.frombuffer(array.data, dtype=_TORCH_DTYPES[array.dtype.type]).view(array.shape)
+    # Mapped weights are read-only, which torch warns of. The tensor does not keep the mapping alive; it lives for one
+    # operation, and nothing here writes into weights.
+    memory = (ctypes.c_byte * array.nbytes).from_address(array.ctypes.data)
+    return torch.frombuffer(memory, dtype=_TORCH_DTYPES[array.dtype.type]).view(array.shape)
 
 
 _TORCH_DTYPES = {np.int16: torch.int16, np.float32: torch.float32, np.int64: torch.int64}
 
 
 class TorchOps:
-    """`native_bf16` multiplies bf16 weights as they are, rounding activations; otherwise weights widen on every call."""
+    """`native_bf16` multiplies bf16 weights as they are, rounding activations; otherwise weights widen every time."""
 
     def __init__(self, *, native_bf16: bool = False) -> None:
         self._native_bf16 = native_bf16

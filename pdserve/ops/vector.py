@@ -62,13 +62,23 @@ def call(builder: Builder, name: str, *arguments: Value) -> Value:
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, f"{name}.{suffix}"), arguments)
 
 
+def prefetch(builder: Builder, address: Value) -> None:
+    """Asks for the cache line at an address that may lie outside of mapped memory; harmless there."""
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    read, keep, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+    builder.call(function, [pointer, read, keep, data])
+
+
 def fma(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     return call(builder, "llvm.fma", a, b, c)
 
 
 def splat(builder: Builder, scalar: Value) -> Value:
-    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), indices([0] * LANES))
+    nothing = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    one = builder.insert_element(nothing, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, nothing, indices([0] * LANES))
 
 
 def load_half(builder: Builder, address: Value, half: int, bf16: bool) -> Value:
@@ -76,8 +86,16 @@ def load_half(builder: Builder, address: Value, half: int, bf16: bool) -> Value:
     if not bf16:
         return load(builder, offset(builder, address, half, 4 * LANES))
     words = load(builder, address, INTS, align=2)
-    if half == 0:
-        return builder.bitcast(builder.shl(words, constant(16, INTS)), VECTOR)
+    return low_half(builder, words) if half == 0 else high_half(builder, words)
+
+
+def low_half(builder: Builder, words: Value) -> Value:
+    """The bf16 in the low halves of eight words."""
+    return builder.bitcast(builder.shl(words, constant(16, INTS)), VECTOR)
+
+
+def high_half(builder: Builder, words: Value) -> Value:
+    """The bf16 in the high halves of eight words."""
     return builder.bitcast(builder.and_(words, constant(0xFFFF0000, INTS)), VECTOR)
 
 
@@ -95,13 +113,22 @@ def lane_sum(builder: Builder, vector: Value) -> Value:
     return builder.fadd(first, second)
 
 
+def lane_maximum(builder: Builder, vector: Value) -> Value:
+    for order in ([4, 5, 6, 7, 4, 5, 6, 7], [2, 3, 2, 3, 2, 3, 2, 3], [1] * LANES):
+        vector = call(builder, "llvm.maxnum", vector, builder.shuffle_vector(vector, vector, indices(order)))
+    return builder.extract_element(vector, ir.Constant(I32, 0))
+
+
 def exp(builder: Builder, x: Value) -> Value:
     """e**x within 2 ulp for x in [-87.3, 88.3]; 0 below, the largest value above; exactly 1 at 0.
 
     Vector or scalar, with the same bits. Source: the Cephes library's expf (range reduction and polynomial).
     """
     kind = x.type
-    number = lambda value: constant(value, kind)  # noqa: E731
+
+    def number(value: float) -> Value:
+        return constant(value, kind)
+
     clamped = call(builder, "llvm.minnum", x, number(88.3762626647950))
     clamped = call(builder, "llvm.maxnum", clamped, number(-87.3365478515625))
     power = call(builder, "llvm.floor", fma(builder, clamped, number(1.44269504088896341), number(0.5)))
@@ -115,3 +142,17 @@ def exp(builder: Builder, x: Value) -> Value:
     exponent = builder.add(builder.fptosi(power, ints), constant(127, ints))
     scaled = builder.fmul(sum_, builder.bitcast(builder.shl(exponent, constant(23, ints)), kind))
     return builder.select(builder.fcmp_ordered("<", x, number(-87.3365478515625)), number(0.0), scaled)
+
+
+def transposed(builder: Builder, rows: list[Value]) -> list[Value]:
+    """Eight vectors of eight lanes as eight vectors of the columns; lanes of any 32-bit type."""
+
+    def mixed(x: Value, y: Value, order: list[int]) -> Value:
+        return builder.shuffle_vector(x, y, indices(order))
+
+    low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]  # within halves, as the CPU's unpack has it
+    pairs = [mixed(rows[i], rows[i + 1], order) for i in (0, 2, 4, 6) for order in (low, high)]
+    first, second = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+    quads = [mixed(pairs[i + j], pairs[i + j + 2], order) for i in (0, 4) for j in (0, 1) for order in (first, second)]
+    halves = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+    return [mixed(quads[i], quads[i + 4], order) for order in halves for i in range(4)]

@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,90 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from transport.api import Imm, LinkAddress, Memory, PagedWrite, RegionDescriptor
+from transport.api import Imm, LinkAddress, Memory, PagedWrite, RegionDescriptor, SingleWrite
 from transport.engine import TransferEngine
 
 
 class Peer:
-    def open(self, provider: str) -> LinkAddress:
-        self.engine = TransferEngine(provider, stall_timeout_s=2.0)
-        self.link = self.engine.open_link()
-        return self.link.address
+    """Handles are indices into `kept`."""
 
-    def expose(self, length_bytes: int) -> RegionDescriptor:
-        self.memory = np.zeros(length_bytes, np.uint8)
-        return self.link.expose(Memory(int(self.memory.ctypes.data), length_bytes)).descriptor
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self.fired_handles: set[int] = set()
+
+    def open(self, provider: str, calls: Any = "auto") -> None:
+        self.engine = TransferEngine(provider, calls=calls, stall_timeout_s=2.0)
+
+    def shut(self) -> None:
+        self.engine.close()
+        self.kept.clear()
+        self.fired_handles.clear()
+
+    def keep(self, thing: Any) -> int:
+        self.kept.append(thing)
+        return len(self.kept) - 1
+
+    def open_link(self) -> tuple[int, LinkAddress]:
+        self.link = self.engine.open_link()
+        return self.keep(self.link), self.link.address
+
+    def map_shared(self, path: str) -> int:
+        return self.keep(np.memmap(path, np.uint8, "r+"))
+
+    def memory(self, handle: int) -> Memory:
+        return Memory(int(self.kept[handle].ctypes.data), self.kept[handle].nbytes)
+
+    def expose_shared(self, link: int, handle: int) -> RegionDescriptor:
+        return self.kept[link].expose(self.memory(handle)).descriptor
+
+    def expose(self, link: int, length_bytes: int) -> RegionDescriptor:
+        return self.expose_shared(link, self.keep(np.zeros(length_bytes, np.uint8)))
+
+    def register(self, handle: int) -> int:
+        return self.keep(self.engine.register(self.memory(handle)))
+
+    def connect(self, link: int, address: LinkAddress, window: int, name: str) -> None:
+        self.kept[link].connect(address, window=window, name=name)
+
+    def write(self, link: int, write: SingleWrite) -> None:
+        self.kept[link].write(replace(write, source=self.kept[write.source]))  # type: ignore[call-overload]
+
+    def close_link(self, link: int) -> None:
+        self.kept[link].close()
+
+    def arm(self, imm: Imm, expected: int) -> int:
+        handle = self.keep(None)
+        self.engine.immediates.arm(imm, expected, lambda _: self.fired_handles.add(handle))
+        return handle
+
+    def retarget(self, imm: Imm, expected: int) -> int:
+        handle = self.keep(None)
+        self.engine.immediates.retarget(imm, expected, lambda _: self.fired_handles.add(handle))
+        return handle
+
+    def fired(self, handle: int) -> bool:
+        return handle in self.fired_handles
+
+    def received(self, imm: Imm) -> int:
+        return self.engine.immediates.received(imm)
+
+    def disarm(self, imm: Imm) -> int:
+        return self.engine.immediates.disarm(imm)
+
+    def late(self) -> int:
+        return self.engine.immediates.late
+
+    def overflow(self) -> int:
+        return self.engine.immediates.overflow
+
+    def stats(self) -> dict[str, int]:
+        return self.engine.stats()
 
     def stream(self, address: LinkAddress, target: RegionDescriptor, block: int, blocks: int, imm: Imm) -> None:
         """Writes all blocks over and over, each round with other bytes, until an error or `stop`."""
-        self.source = np.zeros((blocks, block), np.uint8)
-        region = self.engine.register(Memory(int(self.source.ctypes.data), self.source.nbytes))
+        source = np.zeros((blocks, block), np.uint8)
+        region = self.engine.register(Memory(int(source.ctypes.data), source.nbytes))
+        self.link = self.engine.open_link()
         self.link.connect(address, window=32, name="receiver")
         order = np.arange(blocks)
         self.stopping = False
@@ -38,7 +105,7 @@ class Peer:
 
         def run() -> None:
             while not self.stopping:
-                self.source[:] = len(self.transfers) % 250 + 1
+                source[:] = len(self.transfers) % 250 + 1
                 transfer = self.link.write_paged(
                     PagedWrite(region, target, block, 0, block, order, 0, block, order, imm)
                 )
@@ -51,13 +118,18 @@ class Peer:
         self.thread = threading.Thread(target=run)
         self.thread.start()
 
-    def stop(self) -> tuple[list[tuple[int, int, bool]], str]:
-        """Closes the link; (posted, completed, done) of each transfer, and the type of the last one's error."""
+    def last_error(self) -> str | None:
+        error = self.transfers[-1].error
+        return None if error is None else f"{type(error).__name__}: {error}"
+
+    def stop(self) -> list[tuple[int, int, bool]]:
+        """Closes the link; (posted, completed, done) of each transfer."""
         self.stopping = True
-        self.link.close()
-        self.thread.join()
-        last = self.transfers[-1].error
-        return [(t.posted, t.completed, t.done) for t in self.transfers], type(last).__name__
+        try:
+            self.link.close()
+        finally:
+            self.thread.join()
+        return [(t.posted, t.completed, t.done) for t in self.transfers]
 
 
 def main() -> None:

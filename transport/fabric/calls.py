@@ -12,13 +12,16 @@ from transport.fabric import abi
 _LOST = frozenset({32, 100, 101, 103, 104, 107, 108, 110, 111, 112, 113, 121})
 """Error numbers that mean the peer cannot be reached: EPIPE, ENETDOWN … EHOSTUNREACH, EREMOTEIO."""
 
+_LOST_WRITE = frozenset({abi.FI_ECANCELED, 5})
+"""The same for a write that was posted: flushed with its connection; EIO (`sockets`)."""
+
 
 def fabric_error(
     library: FabricLibrary, call: str, code: int, provider: str, peer: str = "", posted: bool = False
 ) -> FabricError:
-    """The error for `code` (of either sign). On a posted write a cancelled operation, too, means a lost peer."""
+    """The error for `code` (of either sign). `posted`: of a write, where more numbers mean a lost peer."""
     code = abs(code)
-    lost = code in _LOST or (posted and code == abi.FI_ECANCELED)
+    lost = code in _LOST or (posted and code in _LOST_WRITE)
     return (PeerLost if lost else FabricError)(call, code, library.strerror(code), provider, peer)
 
 

@@ -15,6 +15,8 @@ from transport.fabric import abi, calls, info
 log = logging.getLogger(__name__)
 
 _KEY_TRIES = 8
+_local_names: set[bytes] = set()
+"""Names of this process's open endpoints, of all domains."""
 
 
 class Region:
@@ -127,6 +129,7 @@ class Endpoint:
     def __init__(self, domain: Domain) -> None:
         self._domain = domain
         self.av = self.cq = self.ep = 0
+        self.name = b""
         handle, opened = domain._domain, domain._opened
         av_attr = abi.fi_av_attr(type=domain._av_type, count=1)
         cq_attr = abi.fi_cq_attr(size=domain.profile.cq_depth, format=abi.FI_CQ_FORMAT_DATA, wait_obj=abi.FI_WAIT_NONE)
@@ -139,6 +142,7 @@ class Endpoint:
             self._check("fi_enable", calls.enable(self.ep))
             code, self.name = calls.name_of(self.ep)
             self._check("fi_getname", code)
+            _local_names.add(self.name)
         except FabricError:
             self.close()
             raise
@@ -146,7 +150,12 @@ class Endpoint:
         self.cq_read = calls.cq_read_address(self.cq)
 
     def insert(self, name: bytes) -> int:
-        """Makes a peer's address usable: what writes take as `dest`. Raises FabricError."""
+        """Makes a peer's address usable: what writes take as `dest`. Raises FabricError, ValueError."""
+        profile = self._domain.profile
+        if not profile.within_process and name in _local_names:
+            raise ValueError(
+                f"{profile.name} connects different processes only: within one, use the loopback transport or tcp"
+            )
         out = c.c_uint64(abi.FI_ADDR_NOTAVAIL)
         count = calls.insert_address(self.av, name, out)
         if count != 1:
@@ -156,6 +165,7 @@ class Endpoint:
     def close_ep(self) -> None:
         """Ends the endpoint; the completion queue stays readable for what it flushed. Idempotent."""
         if self.ep:
+            _local_names.discard(self.name)
             self._domain._close("fi_close(ep)", self.ep)
             self.ep = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,9 @@ class Profile:
     flight waits `linger_s` for them first: a peer that is stopped for longer and then goes on may still read the
     source memory, so that memory must not be reused until the peer is known to be dead or has closed its link."""
     linger_s: float = 0.0
+    within_process: bool = True
+    """Two links of one process may be connected. Where not, the provider hands both the same mapping and a close of
+    one crashes the other (libfabric 2.5 shm), so that is refused."""
     cq_depth: int = 4096
     by_host: bool = False
     """Has network interfaces to choose from, so `bind_address` means something."""
@@ -44,7 +48,7 @@ PROFILES: dict[str, Profile] = {
         Profile("tcp", reports_death=True, receiver_pulls=False, by_host=True),
         Profile("tcp;ofi_rxm", reports_death=True, receiver_pulls=False, by_host=True),
         Profile("sockets", reports_death=True, receiver_pulls=False, by_host=True),
-        Profile("shm", reports_death=False, receiver_pulls=True, linger_s=0.25),
+        Profile("shm", reports_death=False, receiver_pulls=True, linger_s=0.25, within_process=False),
     )
 }
 
@@ -93,6 +97,8 @@ def choose(library: FabricLibrary, profile: Profile, bind_address: str | None = 
     Raises ProviderUnavailable, naming what there is.
     """
     name = library_name(profile, library)
+    if bind_address is not None and profile.by_host and not _is_ours(bind_address):
+        raise ProviderUnavailable(f"no interface of this machine has the address {bind_address}")
     hints = _hints(library, name)
     found = c.POINTER(abi.fi_info)()
     node = bind_address.encode() if bind_address and profile.by_host else None
@@ -136,6 +142,17 @@ def _hints(library: FabricLibrary, name: str) -> Info:
     domain.data_progress = abi.FI_PROGRESS_MANUAL
     hints.fabric_attr.contents.prov_name = _LIBC.strdup(name.encode())
     return info
+
+
+def _is_ours(address: str) -> bool:
+    """libfabric takes a foreign address here and fails later, saying less."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _chain(first: Any) -> Iterator[Any]:

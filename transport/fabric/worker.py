@@ -67,7 +67,7 @@ class Worker:
     def close_lane(self, lane: Lane) -> None:
         """Returns when the lane is closed and its callbacks have been called. Idempotent."""
         if self.inbox.on_worker:
-            self._close_here(lane)
+            self._close_here([lane])
             return
         closed = threading.Event()
         try:
@@ -108,12 +108,14 @@ class Worker:
             self._end_lane(lane)
             self._closed_now.append(closed)
 
-    def _close_here(self, lane: Lane) -> None:
+    def _close_here(self, lanes: list[Lane]) -> None:
         deadline = time.monotonic() + self._domain.profile.linger_s
-        linger = lane.begin_close()
-        while linger and lane.outgoing.in_flight and time.monotonic() < deadline:
-            lane.pump()
-        self._end_lane(lane)
+        lingering = [lane for lane in lanes if lane.begin_close()]
+        while any(lane.outgoing.in_flight for lane in lingering) and time.monotonic() < deadline:
+            for lane in lingering:
+                lane.pump()
+        for lane in lanes:
+            self._end_lane(lane)
 
     def _end_lane(self, lane: Lane) -> None:
         lane.close()
@@ -178,9 +180,7 @@ class Worker:
 
     def _end(self) -> None:
         self._closed_now.extend(closed for _, _, closed in self._lingering)
-        for lane in list(self._lanes):
-            lane.begin_close()
-            self._end_lane(lane)
+        self._close_here(list(self._lanes))
         self.inbox.end()
         self._call_back()
         self._domain.close()

@@ -1,7 +1,8 @@
 """The prefill node's side of a handoff, as a pure state machine.
 
 queued → running → draining → done; from any: cancelling → quiesced.
-Source pages are freed only when no write of the handoff is in flight and the engine will not touch them again.
+Source pages are freed only when no write of the handoff is in flight and the engine will not touch them again. A stop
+is answered as soon as nothing is in flight: D need not wait for the step that the engine may be in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class PrefillState(StrEnum):
     RUNNING = "running"
     DRAINING = "draining"  # computed; writes in flight
     DONE = "done"
-    CANCELLING = "cancelling"  # posting has stopped; writes in flight, or the engine still at work
+    CANCELLING = "cancelling"  # posting has stopped; writes in flight, or (answered already) the engine still at work
     QUIESCED = "quiesced"
 
 
@@ -110,7 +111,7 @@ class PrefillHandoff:
     reason: str = ""
     _pages: bool = field(default=False, repr=False)  # source pages are ours
     _engine: bool = field(default=False, repr=False)  # the engine may touch them
-    _answer: bool = field(default=True, repr=False)
+    _answer: bool = field(default=True, repr=False)  # Quiesced is still owed
 
     @property
     def ended(self) -> bool:
@@ -159,12 +160,18 @@ class PrefillHandoff:
         return [*stop, *self._end_if_drained()]
 
     def _end_if_drained(self) -> Sequence[PrefillInstruction]:
-        if self.in_flight or self._engine or self.state not in (PrefillState.DRAINING, PrefillState.CANCELLING):
+        if self.in_flight or self.state not in (PrefillState.DRAINING, PrefillState.CANCELLING):
             return []
-        free: list[PrefillInstruction] = [FreeSourcePages()] if self._pages else []
-        self._pages = False
         if self.state is PrefillState.DRAINING:
             self.state = PrefillState.DONE
-            return [*free, SendDone(self.posted)]
+            return [*self._free(), SendDone(self.posted)]
+        answer = [SendQuiesced(self.posted, self.reason)] if self._answer else []
+        self._answer = False
+        if self._engine:
+            return answer
         self.state = PrefillState.QUIESCED
-        return [*free, SendQuiesced(self.posted, self.reason)] if self._answer else free
+        return [*self._free(), *answer]
+
+    def _free(self) -> Sequence[PrefillInstruction]:
+        held, self._pages = self._pages, False
+        return [FreeSourcePages()] if held else []

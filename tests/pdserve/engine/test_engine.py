@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import pytest
 from pdserve.attention.batch import RaggedBatch
 from pdserve.config import EngineSettings
 from pdserve.engine.engine import Engine
-from pdserve.engine.local import Collector, generate
+from pdserve.engine.local import Collector
+from pdserve.engine.local import generate as generate_patiently
 from pdserve.errors import ConfigError, ContextLengthError, PdserveError, RequestError
 from pdserve.kv.pool import PagePool
 from pdserve.types import FinishReason, GenerationRequest, RequestId, Role, SamplingParams
@@ -30,6 +32,8 @@ from tests.pdserve.engine.toy import (
     make_request,
     poisoned_memory,
 )
+
+generate = partial(generate_patiently, timeout_s=30.0)
 
 
 @contextmanager
@@ -88,6 +92,32 @@ def test_preemption_changes_no_seeded_sample() -> None:
         alone = generate(engine, requests)
     assert roomy == tight == alone
     assert all(answer != expected(request)[0] for answer, request in zip(roomy.values(), requests, strict=True))
+
+
+def test_a_preempted_sequence_is_the_first_to_return() -> None:
+    """Two grow until the pages do for one; the one that gave way comes before a third that has waited all along."""
+    first, second = (make_request(f"turn-{name}", 30, 60) for name in ("first", "second"))
+    third = make_request("turn-third", 30, 3)
+    ends: list[RequestId] = []
+
+    class Order(Collector):
+        def step_outputs(self, outputs):  # type: ignore[no-untyped-def]
+            ends.extend(output.request_id for output in outputs if output.finish)
+            super().step_outputs(outputs)
+
+    settings = SETTINGS.model_copy(update={"kv_cache_tokens": 128, "max_batch": 2})
+    order = Order()
+    with poisoned_memory(settings) as memory:
+        pool = PagePool(settings.pages)
+        engine = Engine(ToyModel(), memory, pool, settings, Role.COLOCATED, decode_hooks=order)
+        for request in (first, second, third):
+            engine.submit(request)
+        with engine:
+            for request in (first, second, third):
+                order.finish(request.request_id, 30)
+                assert order.tokens(request.request_id) == expected(request, 128)[0]
+        assert engine.stats().preemptions
+    assert ends[0] == first.request_id, "the third did not slip in where the second had to leave"
 
 
 def test_endings() -> None:

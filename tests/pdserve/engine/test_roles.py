@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -264,7 +265,8 @@ def test_a_sequence_waits_for_pages_that_others_hold() -> None:
         mine, others = pool.allocate(1), pool.allocate(3)
         fill(memory, request.prompt[:-1], mine)
         engine.submit_ready(request, mine)
-        eventually(lambda: engine.load().waiting == 1)
+        time.sleep(0.1)  # it has looked, and sleeps
+        assert engine.load().waiting == 1
         assert collector.tokens(request.request_id) == ()
         pool.quarantine(others)
         assert engine.load().quarantined_pages == 3 and collector.tokens(request.request_id) == ()

@@ -99,7 +99,7 @@ def limits_strategy() -> st.SearchStrategy[Limits]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     limits_strategy(),
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40), st.integers(0, 5)), min_size=1, max_size=14),
@@ -131,7 +131,7 @@ def test_colocated_serves_everybody_in_any_load(
     assert books.free == books.total_pages
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     limits_strategy(),
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=12),
@@ -159,7 +159,7 @@ def test_decode_serves_everybody_in_any_load(limits: Limits, load: list[tuple[in
     assert books.free == books.total_pages
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(limits_strategy(), st.lists(st.integers(1, 100), max_size=10))
 def test_jobs_are_chunked_in_order(limits: Limits, lengths: list[int]) -> None:
     jobs = [Progress(length, 0, limits.pages_for(length)) for length in lengths]
@@ -213,8 +213,23 @@ def test_one_that_waits_with_pages_gives_way_before_one_that_runs() -> None:
     assert plan.preempt == (waiting,) and plan.decode == (running,)
 
 
-def test_nobody_is_preempted_in_vain() -> None:
-    """Both lack a page, and pages are held elsewhere: they wait for those."""
+def test_with_nothing_running_the_newest_makes_room_for_the_head() -> None:
+    head, middle, newest = (ready(name, 9, 30, LIMITS) for name in (0, 1, 2))  # each lacks a page for its next token
+    plan = plan_step([], deque([head, middle, newest]), 0, LIMITS)
+    assert (plan.preempt, plan.admit, plan.decode, plan.pages_from_pool) == ((newest,), (head,), (head,), 0)
+
+
+def test_with_all_pages_held_elsewhere_everybody_waits() -> None:
     head, other = ready(0, 17, 30, LIMITS), prompt(1, 5, 5)
-    plan = plan_step([], deque([head, other]), 0, LIMITS)
-    assert plan == StepPlan((), (), (), (), ())
+    assert plan_step([], deque([head, other]), 0, LIMITS) == StepPlan((), (), (), (), ())
+
+
+def test_admission_leaves_a_page_for_each_that_runs() -> None:
+    """Else the newcomer is computed, only to be preempted at the next page border."""
+    running = [ready(name, 10, 30, LIMITS) for name in (0, 1)]  # their pages have room left
+    for item in running:
+        item.held_pages = 2
+    new, come_with_pages = prompt(2, 24, 5), ready(2, 24, 5, LIMITS)
+    assert plan_step(running, deque([new]), 4, LIMITS).admit == ()
+    assert plan_step(running, deque([new]), 5, LIMITS).admit == (new,)
+    assert plan_step(running, deque([come_with_pages]), 0, LIMITS).admit == (come_with_pages,)

@@ -91,7 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.used_pages == len(self.used) and self.pool.quarantined_pages == len(self.quarantined)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

@@ -1,17 +1,19 @@
-"""A prefill side and decode sides in one process: real engines, real messenger, any transport; the channels are direct
-calls that a test may drop, delay or repeat."""
+"""Prefill sides and decode sides in one process: real engines, real messenger, any transport; the channels are direct
+calls that a test may drop, keep or repeat."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.attention.batch import RaggedBatch
 from pdserve.config import EngineSettings, HandoffSettings
 from pdserve.engine.engine import Engine
 from pdserve.engine.limits import context_tokens, page_geometry
@@ -23,12 +25,54 @@ from pdserve.messenger.receiver import Receiver
 from pdserve.messenger.sender import Sender, SenderParts
 from pdserve.messenger.wire import PROTOCOL_VERSION, MeetCallback, MeetRequest, NodeCard
 from pdserve.models.api import Model
-from pdserve.types import GenerationRequest, Incarnation, NodeId, RequestId, Role, SamplingParams, SequenceOutput
+from pdserve.types import FinishReason, GenerationRequest, Incarnation, NodeId, RequestId, Role, SequenceOutput
 from policies.sharding import LayerGroup, ParallelLayout
+from tests.pdserve.engine.toy import ToyModel, eventually, expected, make_request
 from transport.api import Memory, Transport
+from transport.loopback import LoopbackNet, LoopbackTransport
+
+SETTINGS = EngineSettings(dtype="fp32", page_size=8, chunk_tokens=16, max_batch=8, kv_cache_tokens=512)
+PATIENCE_S = 30.0
 
 OpenTransport = Callable[[str], Transport]
+Tamper = Callable[[Any, Callable[[Any], None]], None]
 _incarnations = itertools.count(1)
+
+
+class SteppedModel(ToyModel):
+    """Calls `before_layer(layer)` on prefill steps, before that layer is computed; what it raises fails the step."""
+
+    def __init__(self, before_layer: Callable[[int], None]) -> None:
+        super().__init__()
+        self.before_layer = before_layer
+
+    def forward(self, batch: RaggedBatch, cache: KvMemory, layer_counter: NDArray[np.int64]) -> NDArray[np.float32]:
+        if len(batch.logit_rows):
+            return super().forward(batch, cache, layer_counter)
+        self.batches.append((0, batch.rows))
+        for layer in range(self.config.layers):
+            self.before_layer(layer)
+            for sequence in range(batch.sequences):
+                self._append(batch, cache.blocks[layer], sequence)
+            layer_counter[0] += 1
+        return np.empty((0, self.config.vocab), dtype=np.float32)
+
+
+class LayerGate:
+    """Holds every prefill step before one layer until `open` is set."""
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, layer: int) -> None:
+        if layer == self._layer:
+            self.reached.set()
+            assert self.open.wait(PATIENCE_S)
+
+    def wait(self) -> None:
+        assert self.reached.wait(PATIENCE_S)
 
 
 @dataclass
@@ -41,13 +85,14 @@ class Side:
     settings: EngineSettings
     provider: str
     open_transport: OpenTransport
-    handoff: HandoffSettings = field(default_factory=HandoffSettings)
 
     def __post_init__(self) -> None:
         geometry = page_geometry(self.model.config, self.settings)
         self.memory = KvMemory(geometry)
+        self.memory.blocks.fill(np.nan)  # what was never written must not pass for an answer
         self.pool = PagePool(geometry.pages)
         self.transports = Transports(self.open_transport, Memory(self.memory.address, geometry.region_bytes))
+        self.closed = False
         config = self.model.config
         self.card = NodeCard(
             node_id=self.node,
@@ -68,40 +113,102 @@ class Side:
             max_model_len=context_tokens(config, self.settings),
         )
 
+    @property
+    def transport(self) -> Transport:
+        return self.transports.get(self.provider).transport
+
     def close_core(self) -> None:
+        self.closed = True
         self.transports.close()
         self.memory.close()
 
 
 class Channel:
-    """Direct calls into the other side; `tamper` may swallow, keep or repeat what is sent."""
+    """Direct calls into one node. Whatever is `tamper` sees each message, and may swallow, keep or repeat it."""
 
-    def __init__(self, deliver: Callable[[Any], None], meet: Callable[..., None] | None = None) -> None:
-        self._deliver = deliver
-        self._meet = meet
-        self.tamper: Callable[[Any, Callable[[Any], None]], None] | None = None
+    def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def meet(self, request: MeetRequest, on_reply: MeetCallback) -> None:
+    def lead_to(self, deliver: Callable[[Any], None], meet: Callable[..., None] | None = None) -> None:
+        self.deliver = deliver
+        self._meet = meet
+        self.tamper: Tamper | None = None
+        self.tamper_meeting: Callable[[MeetRequest, MeetCallback], None] | None = None
+
+    @property
+    def meet_now(self) -> Callable[..., None]:
         assert self._meet is not None
-        self._meet(request, on_reply)
+        return self._meet
+
+    def meet(self, request: MeetRequest, on_reply: MeetCallback) -> None:
+        self.sent.append(request)
+        (self.tamper_meeting or self.meet_now)(request, on_reply)
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
         if self.tamper is not None:
-            self.tamper(message, self._deliver)
+            self.tamper(message, self.deliver)
         else:
-            self._deliver(message)
+            self.deliver(message)
+
+    def of(self, kind: type) -> list[Any]:
+        """What was sent of one kind so far."""
+        return [message for message in list(self.sent) if isinstance(message, kind)]
+
+    def mute(self) -> None:
+        self.tamper = lambda message, deliver: None
+        self.tamper_meeting = lambda request, on_reply: None
+
+
+def drop(*kinds: type) -> Tamper:
+    """Loses messages of these kinds."""
+
+    def tamper(message: Any, deliver: Callable[[Any], None]) -> None:
+        if not isinstance(message, kinds):
+            deliver(message)
+
+    return tamper
+
+
+class Keep:
+    """Holds messages of one kind back until `release`."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self._kept: list[tuple[Any, Callable[[Any], None]]] = []
+        self.caught = threading.Event()
+
+    def __call__(self, message: Any, deliver: Callable[[Any], None]) -> None:
+        if isinstance(message, self._kind):
+            self._kept.append((message, deliver))
+            self.caught.set()
+        else:
+            deliver(message)
+
+    def wait(self) -> None:
+        assert self.caught.wait(PATIENCE_S)
+
+    def release(self) -> None:
+        for message, deliver in self._kept:
+            deliver(message)
 
 
 class PrefillSide(Side):
-    def start(self, channel: Callable[[NodeId], Channel]) -> None:
-        self.sender = Sender(SenderParts(self.card, self.memory, self.pool, self.transports, self.provider, channel))
-        self.engine = Engine(
-            self.model, self.memory, self.pool, self.settings, Role.PREFILL, prefill_hooks=self.sender
+    def start(self, network: Network) -> None:
+        self.network = network
+        self.sender = Sender(
+            SenderParts(self.card, self.memory, self.pool, self.transports, self.provider, network.channel_to)
         )
+        self.engine = Engine(self.model, self.memory, self.pool, self.settings, Role.PREFILL, prefill_hooks=self.sender)
         self.sender.attach(self.engine, self.engine.layer_counter)
         self.engine.start()
+
+    def die(self) -> None:
+        """As if its process had been killed: nothing of it is heard and nothing of it lands any more."""
+        self.network.down.add(self.node)
+        self.network.channels[self.node].mute()
+        self.network.silenced.add(self.card.incarnation)
+        self.transports.close()
 
     def close(self) -> None:
         self.engine.close()
@@ -109,7 +216,11 @@ class PrefillSide(Side):
         self.close_core()
 
 
+@dataclass
 class DecodeSide(Side):
+    handoff: HandoffSettings = field(default_factory=HandoffSettings)
+    window: int = 64
+
     def start(self, network: Network) -> None:
         self.tokens: dict[RequestId, list[int]] = {}
         self.ended: dict[RequestId, SequenceOutput] = {}
@@ -122,37 +233,62 @@ class DecodeSide(Side):
                 transports=self.transports,
                 settings=self.handoff,
                 provider=self.provider,
-                window=64,
-                channel=network.to_prefill,
+                window=self.window,
+                channel=network.channel_to,
                 card_of=network.card_of,
                 reroute=network.reroute,
                 emit=self._emit,
             )
         )
-        self.engine = Engine(
-            self.model, self.memory, self.pool, self.settings, Role.DECODE, decode_hooks=self.receiver
-        )
+        self.engine = Engine(self.model, self.memory, self.pool, self.settings, Role.DECODE, decode_hooks=self.receiver)
         self.receiver.attach(self.engine)
         self.engine.start()
 
     def _emit(self, outputs: tuple[SequenceOutput, ...]) -> None:
         with self._changed:
             for output in outputs:
+                assert output.request_id not in self.ended, f"{output} after the end"
                 self.tokens.setdefault(output.request_id, []).extend(output.tokens)
                 if output.finish is not None:
                     self.ended[output.request_id] = output
             self._changed.notify_all()
 
-    def request(self, name: str, prompt: tuple[int, ...], prefill: NodeId, max_tokens: int = 8) -> RequestId:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        request = GenerationRequest(RequestId(name), prompt, sampling)
-        self.receiver.start(request, prefill)
-        return request.request_id
+    def request(self, name: str, prompt_tokens: int, prefill: str = "p0", max_tokens: int = 8) -> GenerationRequest:
+        request = make_request(name, prompt_tokens, max_tokens)
+        self.receiver.start(request, NodeId(prefill))
+        return request
 
-    def wait(self, *names: str, timeout_s: float = 30.0) -> None:
+    def wait(self, *requests: GenerationRequest) -> None:
+        ids = [request.request_id for request in requests]
         with self._changed:
-            done = self._changed.wait_for(lambda: all(RequestId(n) in self.ended for n in names), timeout_s)
-        assert done, f"not ended: {[n for n in names if RequestId(n) not in self.ended]}"
+            done = self._changed.wait_for(lambda: all(name in self.ended for name in ids), PATIENCE_S)
+        assert done, f"not ended: {[name for name in ids if name not in self.ended]}"
+
+    def wait_for_token(self, request: GenerationRequest) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: bool(self.tokens.get(request.request_id)), PATIENCE_S)
+
+    def check(self, *requests: GenerationRequest) -> None:
+        """Each ends with exactly the tokens that the model gives without any cache."""
+        self.wait(*requests)
+        for request in requests:
+            output = self.ended[request.request_id]
+            answer, finish = expected(request, min(self.engine.max_model_len, 256))
+            assert (tuple(self.tokens[request.request_id]), output.finish) == (answer, finish), output
+
+    def error_of(self, request: GenerationRequest) -> str:
+        self.wait(request)
+        output = self.ended[request.request_id]
+        assert output.finish is FinishReason.ERROR and output.error is not None, output
+        return output.error
+
+    @property
+    def at_rest(self) -> bool:
+        """No page, slot or counter is held."""
+        attempts = self.receiver._attempts
+        counters = self.transport.immediates
+        idle = not self.receiver.handoffs and not counters._slots and not attempts._handoffs  # type: ignore[attr-defined]
+        return idle and attempts._slots.free == 4096 and self.pool.free_pages == self.pool.total
 
     def close(self) -> None:
         self.engine.close()
@@ -164,57 +300,71 @@ class DecodeSide(Side):
 class Network:
     """Several prefill and decode sides that can reach each other."""
 
-    model: Model
-    settings: EngineSettings
-    provider: str
     open_transport: OpenTransport
+    provider: str = "loopback"
+    settings: EngineSettings = SETTINGS
     handoff: HandoffSettings = field(default_factory=HandoffSettings)
 
     def __post_init__(self) -> None:
         self.prefill: dict[NodeId, PrefillSide] = {}
         self.decode: dict[NodeId, DecodeSide] = {}
         self.channels: dict[NodeId, Channel] = {}
-        self.settings_of: dict[str, EngineSettings] = {}
+        self.down: set[NodeId] = set()  # not offered to anybody
+        self.silenced: set[Incarnation] = set()  # nothing that they send arrives
+        self.cards: dict[NodeId, NodeCard] = {}
+        self._dead: list[PrefillSide] = []
 
-    def add_prefill(self, name: str = "p0", **changes: Any) -> PrefillSide:
-        settings = self.settings.model_copy(update=changes)
-        side = PrefillSide(NodeId(name), Role.PREFILL, self.model, settings, self.provider, self.open_transport)
-        side.start(lambda node: self.channels[node])
-        self.prefill[side.node] = side
-        self.channels[side.node] = Channel(side.sender.on_message, side.sender.meet)
+    def add_prefill(self, name: str = "p0", model: Model | None = None, **changes: Any) -> PrefillSide:
+        """A node; or, of a name that there was before, its next incarnation."""
+        node, settings = NodeId(name), self.settings.model_copy(update=changes)
+        side = PrefillSide(node, Role.PREFILL, model or ToyModel(), settings, self.provider, self.open_transport)
+        side.start(self)
+        if node in self.prefill:
+            self._dead.append(self.prefill[node])
+        self.prefill[node], self.cards[node] = side, side.card
+        self.channels.setdefault(node, Channel()).lead_to(side.sender.on_message, side.sender.meet)
+        self.down.discard(node)
         return side
 
-    def add_decode(self, name: str = "d0", **changes: Any) -> DecodeSide:
-        settings = self.settings.model_copy(update=changes)
-        node, role = NodeId(name), Role.DECODE
-        side = DecodeSide(node, role, self.model, settings, self.provider, self.open_transport, self.handoff)
+    def add_decode(self, name: str = "d0", model: Model | None = None, window: int = 64, **changes: Any) -> DecodeSide:
+        node, settings = NodeId(name), self.settings.model_copy(update=changes)
+        side = DecodeSide(
+            node, Role.DECODE, model or ToyModel(), settings, self.provider, self.open_transport, self.handoff, window
+        )
         side.start(self)
         self.decode[side.node] = side
-        self.channels[side.node] = Channel(side.receiver.on_message)
+        self.channels[side.node] = Channel()
+        self.channels[side.node].lead_to(lambda message: self._to_decode(side, message))
         return side
 
-    def to_prefill(self, node: NodeId) -> Channel:
+    def _to_decode(self, side: DecodeSide, message: Any) -> None:
+        if message.source not in self.silenced:
+            side.receiver.on_message(message)
+
+    def channel_to(self, node: NodeId) -> Channel:
         return self.channels[node]
 
     def card_of(self, node: NodeId) -> NodeCard | None:
-        side = self.prefill.get(node)
-        return None if side is None else side.card
+        return self.cards.get(node)
 
-    def reroute(self, request_id: RequestId, exclude: frozenset[NodeId], reply: Callable[[NodeId | None], None]) -> None:
-        reply(next((node for node in self.prefill if node not in exclude), None))
+    def reroute(
+        self, request_id: RequestId, exclude: frozenset[NodeId], reply: Callable[[NodeId | None], None]
+    ) -> None:
+        reply(next((node for node in self.prefill if node not in exclude and node not in self.down), None))
 
-    def settle(self, timeout_s: float = 10.0) -> None:
-        """Waits until no page is used or quarantined anywhere."""
-        deadline = time.monotonic() + timeout_s
-        sides: list[Side] = [*self.prefill.values(), *self.decode.values()]
-        while any(side.pool.free_pages != side.pool.total for side in sides):
-            state = {side.node: side.pool.counts() for side in sides}
-            assert time.monotonic() < deadline, f"pages (free, used, quarantined): {state}"
-            time.sleep(0.01)
+    def settle(self) -> None:
+        """Waits until no page, slot or counter is held anywhere; dead nodes apart."""
+        eventually(lambda: all(side.at_rest for side in self.decode.values() if not side.closed), PATIENCE_S)
+        alive = [side for node, side in self.prefill.items() if node not in self.down and not side.closed]
+        eventually(lambda: all(side.sender.active == 0 for side in alive), PATIENCE_S)
+        for side in alive:
+            assert side.pool.free_pages == side.pool.total, side.pool.counts()
 
     def close(self) -> None:
-        for side in [*self.decode.values(), *self.prefill.values()]:
-            side.close()
+        sides: list[Any] = [*self.decode.values(), *self.prefill.values(), *self._dead]
+        for side in sides:
+            if not side.closed:
+                side.close()
 
     def __enter__(self) -> Network:
         return self
@@ -223,3 +373,15 @@ class Network:
         self.close()
 
 
+def loopback(
+    seed: int | None = 1, delay_s: tuple[float, float] = (0.0, 0.002), handoff: HandoffSettings | None = None, **of: Any
+) -> Network:
+    """A network whose writes land in any order, late."""
+    net = LoopbackNet()
+    return Network(
+        lambda provider: LoopbackTransport(net, seed=seed, delay_s=delay_s, **of),
+        handoff=handoff or HandoffSettings(),
+    )
+
+
+QUICK = HandoffSettings(request_timeout_s=0.3, transfer_timeout_s=0.6, failover_timeout_s=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -11,6 +12,8 @@ import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve import __version__
+from pdserve.openai import app
 from tests.pdserve.openai.scripted_backend import TOKENIZER, ScriptedBackend, Served, wait_until
 
 LONG = "on and on " * 15
@@ -65,11 +68,13 @@ def _stands_still(backend: ScriptedBackend) -> bool:
     return backend.outputs == before
 
 
-def test_other_streams_go_on_when_one_client_leaves(served: Served, backend: ScriptedBackend) -> None:
+def test_other_streams_go_on_when_one_client_leaves(
+    http: httpx.Client, served: Served, backend: ScriptedBackend
+) -> None:
     backend.reply, backend.pause_s = LONG, 0.005
 
     def whole(index: int) -> str:
-        return str(httpx.post(served.url + "/v1/completions", json={"prompt": "x", "max_tokens": 150}).text)
+        return str(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 150}).text)
 
     with ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(whole, index) for index in range(3)]
@@ -81,8 +86,8 @@ def test_other_streams_go_on_when_one_client_leaves(served: Served, backend: Scr
     assert len(backend.cancelled) == 1
 
 
-def test_stream_headers_and_frames(served: Served) -> None:
-    response = httpx.post(served.url + "/v1/completions", json={"prompt": "x", "stream": True})
+def test_stream_headers_and_frames(http: httpx.Client, served: Served) -> None:
+    response = http.post("/v1/completions", json={"prompt": "x", "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["cache-control"] == "no-cache" and response.headers["x-accel-buffering"] == "no"
     *events, done = response.text.removesuffix("\n\n").split("\n\n")
@@ -93,19 +98,19 @@ def test_stream_headers_and_frames(served: Served) -> None:
     assert "usage" not in bodies[0]
 
 
-def test_tokens_are_sent_as_they_come(served: Served, backend: ScriptedBackend) -> None:
+def test_tokens_are_sent_as_they_come(http: httpx.Client, served: Served, backend: ScriptedBackend) -> None:
     backend.reply, backend.pause_s = "zqzqzqzq", 0.05
     times = []
-    with httpx.stream("POST", served.url + "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+    with http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
         for line in response.iter_lines():
             if line:
                 times.append(time.monotonic())
     assert times[-1] - times[0] > 0.2
 
 
-def test_request_id(served: Served) -> None:
+def test_request_id(http: httpx.Client, served: Served) -> None:
     def answered(headers: dict[str, str], path: str = "/version") -> str:
-        return str(httpx.get(served.url + path, headers=headers).headers["x-request-id"])
+        return str(http.get(path, headers=headers).headers["x-request-id"])
 
     assert answered({"X-Request-Id": "mine-1"}) == "mine-1"
     assert answered({"X-Request-Id": "mine-2"}, "/nowhere") == "mine-2"
@@ -113,50 +118,67 @@ def test_request_id(served: Served) -> None:
     assert len(answered({"X-Request-Id": "x" * 500})) == 32
 
 
-def test_the_same_request_id_twice_is_two_requests(served: Served, backend: ScriptedBackend) -> None:
+def test_the_same_request_id_twice_is_two_requests(
+    http: httpx.Client, served: Served, backend: ScriptedBackend
+) -> None:
     for _ in range(2):
-        httpx.post(served.url + "/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "same"})
+        http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "same"})
     first, second = backend.requests
     assert first.request_id != second.request_id
 
 
-def test_health(served: Served, backend: ScriptedBackend) -> None:
-    response = httpx.get(served.url + "/health")
+def test_health(http: httpx.Client, served: Served, backend: ScriptedBackend) -> None:
+    response = http.get("/health")
     assert response.status_code == 200
     assert response.json() == {"status": "ready", "detail": {"prefill": 1, "decode": 1}}
     backend.ready = False
-    response = httpx.get(served.url + "/health")
+    response = http.get("/health")
     assert response.status_code == 503
     assert response.json() == {"status": "unavailable", "detail": {"prefill": 1, "decode": 0}}
 
 
-def test_version(served: Served) -> None:
-    assert httpx.get(served.url + "/version").json() == {"version": "0.1.0"}
+def test_health_and_metrics_of_nodes_that_do_not_answer(
+    http: httpx.Client, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never() -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    monkeypatch.setattr(app, "_NODES_ANSWER_S", 0.05)
+    monkeypatch.setattr(backend, "health", never)
+    monkeypatch.setattr(backend, "metrics_text", never)
+    response = http.get("/health")
+    assert response.status_code == 503 and "did not answer within" in response.json()["detail"]["error"]
+    assert "pdserve:requests_total" in http.get("/metrics").text
 
 
-def samples(served: Served) -> dict[tuple[str, str], float]:
+def test_version(http: httpx.Client, served: Served) -> None:
+    assert http.get("/version").json() == {"version": __version__}
+
+
+def samples(http: httpx.Client) -> dict[tuple[str, str], float]:
     """(name, outcome) → value, of samples without other labels than endpoint and outcome."""
     found = {}
-    for family in text_string_to_metric_families(httpx.get(served.url + "/metrics").text):
+    for family in text_string_to_metric_families(http.get("/metrics").text):
         for sample in family.samples:
             if "le" not in sample.labels:
                 found[sample.name, sample.labels.get("outcome", "")] = sample.value
     return found
 
 
-def test_metrics(served: Served, backend: ScriptedBackend) -> None:
-    before = samples(served)
+def test_metrics(http: httpx.Client, served: Served, backend: ScriptedBackend) -> None:
+    before = samples(http)
     tokens = len(TOKENIZER.encode("ZEBRA QUIZ")) + 1
-    httpx.post(served.url + "/v1/completions", json={"prompt": [5, 6, 7], "stream": True})
-    httpx.post(served.url + "/v1/completions", json={"prompt": [5], "max_tokens": 2})
-    httpx.post(served.url + "/v1/completions", json={"prompt": ""})
+    http.post("/v1/completions", json={"prompt": [5, 6, 7], "stream": True})
+    http.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
+    http.post("/v1/completions", json={"prompt": ""})
     backend.error_at = 2
-    httpx.post(served.url + "/v1/completions", json={"prompt": [5], "stream": True})
+    http.post("/v1/completions", json={"prompt": [5], "stream": True})
     backend.error_at, backend.pause_s = None, 30
     with send_request(served, {"prompt": [5]}):
-        wait_until(lambda: samples(served)["pdserve:http_requests_in_flight", ""] == 1)
-    wait_until(lambda: samples(served)["pdserve:http_requests_in_flight", ""] == 0)
-    after = samples(served)
+        wait_until(lambda: samples(http)["pdserve:http_requests_in_flight", ""] == 1)
+    wait_until(lambda: samples(http)["pdserve:http_requests_in_flight", ""] == 0)
+    after = samples(http)
 
     def grown(name: str, outcome: str = "") -> float:
         return after.get((f"pdserve:{name}", outcome), 0) - before.get((f"pdserve:{name}", outcome), 0)
@@ -172,13 +194,13 @@ def test_metrics(served: Served, backend: ScriptedBackend) -> None:
     assert after["pdserve:node_up", ""] == 1
 
 
-def test_tokenize_and_detokenize(served: Served) -> None:
+def test_tokenize_and_detokenize(http: httpx.Client, served: Served) -> None:
     text = "日本 🦀"
-    answer = httpx.post(served.url + "/tokenize", json={"prompt": text}).json()
+    answer = http.post("/tokenize", json={"prompt": text}).json()
     assert answer == {"tokens": TOKENIZER.encode(text), "count": len(TOKENIZER.encode(text)), "max_model_len": 200}
-    assert httpx.post(served.url + "/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+    assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
     messages = [{"role": "user", "content": "hi"}]
-    answer = httpx.post(served.url + "/tokenize", json={"messages": messages}).json()
+    answer = http.post("/tokenize", json={"messages": messages}).json()
     assert answer["tokens"] == TOKENIZER.apply_chat_template(messages)
-    assert httpx.post(served.url + "/detokenize", json={"tokens": [10**6]}).status_code == 400
-    assert httpx.post(served.url + "/tokenize", json={}).json()["error"]["message"] == "give either prompt or messages"
+    assert http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+    assert http.post("/tokenize", json={}).json()["error"]["message"] == "give either prompt or messages"

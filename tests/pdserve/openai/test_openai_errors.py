@@ -15,9 +15,9 @@ from tests.pdserve.openai.scripted_backend import MODEL, ScriptedBackend, Served
 USER = [{"role": "user", "content": "hi"}]
 
 
-def post(served: Served, path: str, body: Any) -> httpx.Response:
+def post(http: httpx.Client, path: str, body: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(served.url + path, content=content)
+    return http.post(path, content=content)
 
 
 def fault(response: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def fault(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-def test_bad_json(served: Served, path: str, body: bytes, message: str) -> None:
-    error = fault(post(served, path, body))
+def test_bad_json(http: httpx.Client, served: Served, path: str, body: bytes, message: str) -> None:
+    error = fault(post(http, path, body))
     assert message in error["message"] and error["code"] == "invalid_json"
 
 
@@ -86,8 +86,8 @@ def test_bad_json(served: Served, path: str, body: bytes, message: str) -> None:
         ({"temprature": 0}, "temprature", "did you mean 'temperature'"),
     ],
 )
-def test_completion_faults(served: Served, extra: dict[str, Any], param: str, message: str) -> None:
-    error = fault(post(served, "/v1/completions", {"model": MODEL, "prompt": "x", **extra}))
+def test_completion_faults(http: httpx.Client, served: Served, extra: dict[str, Any], param: str, message: str) -> None:
+    error = fault(post(http, "/v1/completions", {"model": MODEL, "prompt": "x", **extra}))
     assert error["type"] == "invalid_request_error"
     assert (error["param"], message in error["message"]) == (param, True), error
     assert served.backend.requests == []
@@ -120,13 +120,13 @@ def test_completion_faults(served: Served, extra: dict[str, Any], param: str, me
         ({"n": 2}, "n", "n is not supported: leave it out, or give 1"),
     ],
 )
-def test_chat_faults(served: Served, extra: dict[str, Any], param: str, message: str) -> None:
-    error = fault(post(served, "/v1/chat/completions", {"model": MODEL, "messages": USER, **extra}))
+def test_chat_faults(http: httpx.Client, served: Served, extra: dict[str, Any], param: str, message: str) -> None:
+    error = fault(post(http, "/v1/chat/completions", {"model": MODEL, "messages": USER, **extra}))
     assert (error["param"], message in error["message"]) == (param, True), error
     assert served.backend.requests == []
 
 
-def test_parameters_that_ask_for_nothing_pass(served: Served) -> None:
+def test_parameters_that_ask_for_nothing_pass(http: httpx.Client, served: Served) -> None:
     neutral = {
         "n": 1,
         "logprobs": False,
@@ -143,11 +143,11 @@ def test_parameters_that_ask_for_nothing_pass(served: Served) -> None:
         "stream": None,
         "stop": None,
     }
-    assert post(served, "/v1/chat/completions", {"messages": USER, **neutral}).status_code == 200
+    assert post(http, "/v1/chat/completions", {"messages": USER, **neutral}).status_code == 200
 
 
-def test_missing_parameter(served: Served) -> None:
-    error = fault(post(served, "/v1/completions", {"model": MODEL}))
+def test_missing_parameter(http: httpx.Client, served: Served) -> None:
+    error = fault(post(http, "/v1/completions", {"model": MODEL}))
     assert (error["message"], error["code"]) == ("prompt is required", "missing_required_parameter")
 
 
@@ -169,9 +169,9 @@ def test_beyond_the_context(client: openai.OpenAI, served: Served, stream: bool)
     assert served.backend.requests == []
 
 
-def test_unknown_path_and_method(served: Served) -> None:
-    assert "Not Found" in fault(httpx.get(served.url + "/v1/nothing"), 404)["message"]
-    assert "Method Not Allowed" in fault(httpx.get(served.url + "/v1/completions"), 405)["message"]
+def test_unknown_path_and_method(http: httpx.Client, served: Served) -> None:
+    assert "Not Found" in fault(http.get("/v1/nothing"), 404)["message"]
+    assert "Method Not Allowed" in fault(http.get("/v1/completions"), 405)["message"]
 
 
 @pytest.mark.parametrize(
@@ -187,26 +187,30 @@ def test_unknown_path_and_method(served: Served) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_backend_errors_before_the_first_token(
-    served: Served, error: Exception | str, status: int, code: str | None, stream: bool
+    http: httpx.Client, served: Served, error: Exception | str, status: int, code: str | None, stream: bool
 ) -> None:
     """Also a stream has a proper status then."""
     served.backend.error_at, served.backend.error = 0, error
-    response = post(served, "/v1/completions", {"prompt": "x", "stream": stream})
+    response = post(http, "/v1/completions", {"prompt": "x", "stream": stream})
     told = fault(response, status)
     assert (told["message"], told["code"]) == (str(error), code)
     assert ("retry-after" in response.headers) == (status == 503)
 
 
-def test_unexpected_errors_keep_their_secrets(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_errors_keep_their_secrets(
+    http: httpx.Client, served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     served.backend.error_at, served.backend.error = 0, ZeroDivisionError("secret")
-    response = post(served, "/v1/completions", {"prompt": "x"})
+    response = post(http, "/v1/completions", {"prompt": "x"})
     error = fault(response, 500)
     assert "secret" not in response.text and response.headers["x-request-id"] in error["message"]
     assert "secret" in caplog.text
 
 
 @pytest.mark.parametrize("error", [HandoffFailed("the node died"), "the node died", None])
-def test_backend_errors_in_mid_stream(client: openai.OpenAI, served: Served, error: Exception | str | None) -> None:
+def test_backend_errors_in_mid_stream(
+    http: httpx.Client, client: openai.OpenAI, served: Served, error: Exception | str | None
+) -> None:
     """An error event, no finish reason and no [DONE]: never a 200 that looks complete."""
     backend = served.backend
     if error is None:
@@ -216,17 +220,17 @@ def test_backend_errors_in_mid_stream(client: openai.OpenAI, served: Served, err
     with pytest.raises(openai.APIError, match="the node died" if error else "without a finish reason"):
         for chunk in client.completions.create(model=MODEL, prompt="x", stream=True):
             assert chunk.choices[0].finish_reason is None
-    text = post(served, "/v1/completions", {"prompt": "x", "stream": True}).text
+    text = post(http, "/v1/completions", {"prompt": "x", "stream": True}).text
     *_, last = text.strip().split("\n\n")
     assert "error" in json.loads(last.removeprefix("data: ")) and "[DONE]" not in text
 
 
-def test_backend_errors_in_a_whole_answer(served: Served) -> None:
+def test_backend_errors_in_a_whole_answer(http: httpx.Client, served: Served) -> None:
     served.backend.error_at = 3
-    assert fault(post(served, "/v1/completions", {"prompt": "x"}), 500)["message"] == "the node died"
+    assert fault(post(http, "/v1/completions", {"prompt": "x"}), 500)["message"] == "the node died"
 
 
-def test_one_failed_prompt_of_several_ends_all(served: Served, backend: ScriptedBackend) -> None:
+def test_one_failed_prompt_of_several_ends_all(http: httpx.Client, served: Served, backend: ScriptedBackend) -> None:
     backend.reply, backend.error_at = "x" * 15, 5
-    fault(post(served, "/v1/completions", {"prompt": ["a", "b", "c"]}), 500)
+    fault(post(http, "/v1/completions", {"prompt": ["a", "b", "c"]}), 500)
     assert backend.running == 0

@@ -1,0 +1,97 @@
+"""Two nodes that cannot work together, or not yet."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from pdserve.messenger.wire import (
+    MeetReply,
+    MeetRequest,
+)
+from pdserve.types import NodeId
+from policies.layout import KvLayout
+from tests.pdserve.messenger.pair import (
+    QUICK,
+    Network,
+    loopback,
+)
+
+P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("fingerprint", "another", "fingerprint differs: another at p0 (toy), toy at d0 (toy)"),
+        ("dtype", "bf16", "dtype differs: bf16 at p0 (toy), fp32 at d0 (toy)"),
+        ("page_size", 16, "page_size differs: 16 at p0 (toy), 8 at d0 (toy)"),
+        ("protocol", 7, "protocol differs: 7 at p0 (toy), 1 at d0 (toy)"),
+        ("kv_layout", KvLayout.NHD, f"kv_layout differs: {KvLayout.NHD} at p0 (toy), {KvLayout.HND} at d0 (toy)"),
+    ],
+)
+@pytest.mark.parametrize("who", ["prefill refuses", "decode refuses"])
+def test_meeting_refused(network: Network, field: str, value: object, said: str, who: str) -> None:
+    """Never garbage: the request ends with what differs, and both values."""
+    prefill = network.add_prefill()
+    decode = network.add_decode()
+    card = dataclasses.replace(prefill.card, **{field: value})  # type: ignore[arg-type]
+    if who == "prefill refuses":
+        prefill.sender._peers._card = card
+    else:
+        network.channels[P0].tamper_meeting = lambda request, reply: reply(MeetReply(card))
+    assert said in decode.error_of(decode.request("r", 30))
+    network.settle()
+    assert decode.transport.stats()["links_open"] == 0 == prefill.transport.stats()["links_open"]
+
+
+def test_no_common_provider(network: Network) -> None:
+    network.add_prefill()
+    decode = network.add_decode()
+    network.cards[P0] = dataclasses.replace(network.cards[P0], providers=("tcp",))
+    assert "provider 'loopback' is not to be had at p0 (it has tcp)" in decode.error_of(decode.request("r", 30))
+
+
+def test_meeting_never_answered() -> None:
+    with loopback(handoff=QUICK) as network:
+        network.add_prefill().die()
+        decode = network.add_decode()
+        error = decode.error_of(decode.request("r", 30))
+        assert "could not meet p0: it did not answer a meeting in time; no other prefill node became ready" in error
+        assert decode.transport.stats()["links_open"] == 0
+        network.settle()
+
+
+def test_meeting_fails_with_an_error(network: Network) -> None:
+    """A node that cannot be reached is not held against the request's attempts: it may just be starting."""
+    network.add_prefill()
+    decode = network.add_decode()
+    p0 = network.channels[P0]
+    failures = [ConnectionError("no such actor")] * 2
+
+    def unreachable(request: MeetRequest, reply: Any) -> None:
+        if failures:
+            reply(failures.pop())
+        else:
+            p0.meet_now(request, reply)
+
+    p0.tamper_meeting = unreachable
+    decode.check(decode.request("r", 30))
+    network.settle()
+
+
+def test_windows_granted_stay_below_the_receive_queue(monkeypatch: pytest.MonkeyPatch, network: Network) -> None:
+    monkeypatch.setattr("transport.loopback._MAX_WINDOW", 100)
+    for number in range(3):
+        network.add_prefill(f"p{number}")
+    decode = network.add_decode()
+    decode.check(*[decode.request(f"r{number}", 20, f"p{number}") for number in range(2)])
+    windows = [network.channels[NodeId(f"p{number}")].of(MeetRequest)[0].window for number in range(2)]
+    assert sorted(windows) == [36, 64]
+    third = decode.request("third", 20, "p2")  # refused there, and served by another
+    decode.check(third)
+    trace = decode.receiver.trace(third.request_id)
+    assert trace is not None and trace.prefill != NodeId("p2")
+    network.settle()
