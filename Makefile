@@ -41,5 +41,6 @@ format: $(READY)  ## lets ruff rewrite what it can
 	$(BIN)/ruff format .
 
 bench: $(READY)  ## transfers against other libraries; prefill/decode against colocated
-	@$(BIN)/pdserve bench transport
+	@.ci/peers $(VENV)-peers
+	@$(BIN)/pdserve bench transport --peers-python $(VENV)-peers/bin/python
 	@$(BIN)/pdserve bench serve

@@ -30,7 +30,7 @@ def libfabric_line() -> str:
 def torch_line() -> str:
     found = version("torch")
     if which("nvidia-smi") is None and "+cpu" not in found and sys.platform == "linux":
-        return f"torch {found}: works, but brings CUDA libraries unused here; CONTRIBUTING.md says how to get the CPU build"
+        return f"torch {found}: works, with CUDA libraries unused here; CONTRIBUTING.md says how to get the CPU build"
     return f"torch {found}"
 
 

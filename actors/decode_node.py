@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from functools import partial
 
 from actors.channel import RayChannel
@@ -30,6 +31,8 @@ from pdserve.types import (
 from policies.routing import NodeSnapshot
 
 _log = logging.getLogger(__name__)
+
+RerouteReply = Callable[[NodeId | None], None]
 
 LEASE_S = 60.0  # a replica that has not been heard of for so long is gone
 VERIFY_RETRY_S = 1.0
@@ -101,17 +104,21 @@ class DecodeNode:
     async def trace(self, request_id: RequestId) -> HandoffTrace | None:
         return self._receiver.trace(request_id)
 
-    def _reroute(self, request_id, exclude, reply) -> None:  # type: ignore[no-untyped-def]
+    def _reroute(self, request_id: RequestId, exclude: frozenset[NodeId], reply: RerouteReply) -> None:
         """Called on the receiver's thread."""
 
-        def answer(future) -> None:  # type: ignore[no-untyped-def]
+        def answer(future: Future[NodeCard | None]) -> None:
             card = None if future.exception() else future.result()
             if card is not None:
                 self._cards[card.node_id] = card
             reply(None if card is None else card.node_id)
 
-        ref = scheduler_handle().another_prefill.remote(self._core.spec.node_id, exclude)
-        ref.future().add_done_callback(answer)
+        try:
+            ref = scheduler_handle().another_prefill.remote(self._core.spec.node_id, exclude)
+        except ValueError:  # the scheduler is being restarted
+            reply(None)
+        else:
+            ref.future().add_done_callback(answer)
 
     # ------------------------------------------------ readiness
 

@@ -61,7 +61,7 @@ class PrefillLoop:
         if not self._jobs:
             return False
         started_s = time.perf_counter()
-        spans = plan_chunks(self._jobs, self._rank.limits)
+        spans = plan_chunks(list(self._jobs), self._rank.limits)
         try:
             model_s = self._run(spans)
         except Exception as error:

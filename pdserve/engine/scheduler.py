@@ -68,10 +68,28 @@ class StepPlan(Generic[P]):
         return max(0, sum(pages for _, pages in self.grow) - sum(victim.held_pages for victim in self.preempt))
 
 
-def plan_chunks(queue: Iterable[P], limits: Limits) -> tuple[Span[P], ...]:
-    """Chunks of the first jobs in the queue, in order, within one step's budget."""
-    spans, _ = _pack(queue, limits.chunk_tokens, limits.page_size)
-    return spans
+def plan_chunks(queue: Sequence[P], limits: Limits) -> tuple[Span[P], ...]:
+    """Chunks of the first jobs in the queue, in order, within one step's budget.
+
+    While the first needs several steps, short ones behind it ride along: whole, in at most half of each step. So a
+    long prompt does not delay every short one, and is itself delayed at most twofold.
+    """
+    budget = limits.chunk_tokens
+    if not queue or _remaining(queue[0]) <= budget:
+        return _pack(queue, budget, limits.page_size)[0]
+    riders: list[Span[P]] = []
+    room = min(budget // 2, budget - limits.page_size)  # the first always gets on
+    for progress in queue[1:]:
+        if _remaining(progress) <= room:
+            riders.append(Span(progress, progress.computed_tokens, progress.target_tokens))
+            room -= _remaining(progress)
+    taken = sum(span.end - span.start for span in riders)
+    head = _next_span(queue[0], budget - taken, limits.page_size)
+    return tuple(riders) if head is None else (head, *riders)
+
+
+def _remaining(progress: Progress) -> int:
+    return progress.target_tokens - progress.computed_tokens
 
 
 def plan_step(running: Sequence[P], waiting: Sequence[P], free_pages: int, limits: Limits) -> StepPlan[P]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pdserve.errors import ModelError
 from pdserve.ops.api import Ops
 
 _log = logging.getLogger(__name__)
@@ -18,13 +19,13 @@ _NATIVE_BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 def choose_ops(dtype: str, deterministic: bool, head_dim: int, report: Callable[[str], None] | None = None) -> Ops:
     """The kernels, unless determinism was waived and torch multiplies this CPU's native bf16 faster; compiled.
 
-    The choice is reported in one line. Raises ValueError where only torch can serve head_dim but rows must not depend
+    The choice is reported in one line. Raises ModelError where only torch can serve head_dim but rows must not depend
     on their batch.
     """
     say = report or _log.info
     if head_dim % 16:
         if deterministic:
-            raise ValueError(f"head_dim {head_dim} is not a multiple of 16: set engine.deterministic to false")
+            raise ModelError(f"head_dim {head_dim} is not a multiple of 16; only engine.deterministic: false serves it")
         return _torch(say, native_bf16=False, why=f"head_dim {head_dim} is not a multiple of 16")
     from pdserve.ops.numba_ops import NumbaOps, warm_up
 

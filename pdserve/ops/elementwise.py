@@ -6,7 +6,8 @@ import numpy as np
 
 from pdserve.ops.api import Floats, Indices, Weights
 from pdserve.ops.compile import inline, kernel
-from pdserve.ops.tiles import dot_tile, narrowed, silu_mul_span, widened
+from pdserve.ops.spans import narrowed, silu_mul_span, widened
+from pdserve.ops.tiles import dot_tile
 
 
 @inline

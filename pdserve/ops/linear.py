@@ -6,7 +6,8 @@ import numpy as np
 
 from pdserve.ops.api import Floats, Weights
 from pdserve.ops.compile import inline, kernel
-from pdserve.ops.tiles import deinterleave, dot_tile, widened
+from pdserve.ops.spans import deinterleave, widened
+from pdserve.ops.tiles import dot_tile
 
 ROWS = 3
 COLUMNS = 3

@@ -11,7 +11,8 @@ import numpy as np
 
 from pdserve.ops.api import Floats, Indices, Weights
 from pdserve.ops.compile import inline, kernel
-from pdserve.ops.tiles import softmax_step, transpose_tile, weighted_sum_tile
+from pdserve.ops.spans import prefetch_span, softmax_step
+from pdserve.ops.tiles import transpose_tile, weighted_sum_tile
 
 QUERY_ROWS = 32  # of one tile
 LANES = 8
@@ -19,45 +20,43 @@ LANES = 8
 
 @inline
 def score_rows(rows, queries, dim, columns, scores, page_size):  # type: ignore[no-untyped-def]
-    """Scores of one to three rows against a page's tokens; addresses of the first row."""
+    """Scores of up to six rows against a page's tokens; addresses of the first row."""
     like, across, row = np.float32(0), dim * 4, page_size * 4
-    whole = page_size // 32 * 128
-    for at in range(0, whole, 128):
-        if rows == 3:
-            weighted_sum_tile(3, 4, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
-        elif rows == 2:
-            weighted_sum_tile(2, 4, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
+    for at in range(0, row // 64 * 64, 64):
+        if rows == 6:
+            weighted_sum_tile(6, 2, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
+        elif rows == 3:
+            weighted_sum_tile(3, 2, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
         else:
-            weighted_sum_tile(1, 4, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
-    for at in range(whole, row, 32):
-        if rows == 3:
-            weighted_sum_tile(3, 1, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
-        elif rows == 2:
-            weighted_sum_tile(2, 1, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
-        else:
-            weighted_sum_tile(1, 1, False, like, queries, across, columns + at, row, scores + at, row, 0, dim)
+            for i in range(rows):
+                q, to = queries + i * across, scores + i * row + at
+                weighted_sum_tile(1, 2, False, like, q, across, columns + at, row, to, row, 0, dim)
+    if page_size == 8:
+        for i in range(rows):
+            q, to = queries + i * across, scores + i * row
+            weighted_sum_tile(1, 1, False, like, q, across, columns, row, to, row, 0, dim)
 
 
 @inline
 def weigh_values(rows, like, size, weights, page_size, values, sums, dim, factors, tokens):  # type: ignore[no-untyped-def]
-    """Shrinks the sums of one to three rows and adds a page's weighted values; addresses of the first row."""
+    """Shrinks the sums of up to six rows and adds a page's weighted values; addresses of the first row."""
     row, stride, out = page_size * 4, dim * size, dim * 4
-    for d in range(0, dim // 32 * 32, 32):
+    for d in range(0, dim, 16):
         at, to = values + d * size, sums + d * 4
-        if rows == 3:
-            weighted_sum_tile(3, 4, True, like, weights, row, at, stride, to, out, factors, tokens)
-        elif rows == 2:
-            weighted_sum_tile(2, 4, True, like, weights, row, at, stride, to, out, factors, tokens)
-        else:
-            weighted_sum_tile(1, 4, True, like, weights, row, at, stride, to, out, factors, tokens)
-    for d in range(dim // 32 * 32, dim, 16):
-        at, to = values + d * size, sums + d * 4
-        if rows == 3:
+        if rows == 6:
+            weighted_sum_tile(6, 2, True, like, weights, row, at, stride, to, out, factors, tokens)
+        elif rows == 3:
             weighted_sum_tile(3, 2, True, like, weights, row, at, stride, to, out, factors, tokens)
-        elif rows == 2:
-            weighted_sum_tile(2, 2, True, like, weights, row, at, stride, to, out, factors, tokens)
         else:
-            weighted_sum_tile(1, 2, True, like, weights, row, at, stride, to, out, factors, tokens)
+            for i in range(rows):
+                w, t, f = weights + i * row, to + i * out, factors + i * 4
+                weighted_sum_tile(1, 2, True, like, w, row, at, stride, t, out, f, tokens)
+
+
+@inline
+def tile_rows(left):  # type: ignore[no-untyped-def]
+    """How many of the rows that are left go into the next tile: six or three, and what remains."""
+    return 6 if left >= 6 else (3 if left >= 3 else left)
 
 
 @inline
@@ -70,18 +69,24 @@ def attend_page(like, size, keys, values, page_size, dim, filled, position, coun
     rows, page_row = count * group, page_size * 4
     for token in range(0, page_size, LANES):  # stale tokens come along; softmax_step gives them no weight
         transpose_tile(like, keys + token * dim * size, dim * size, columns + token * 4, page_row, dim // 16)
-    for row in range(0, rows, 3):
-        score_rows(min(3, rows - row), queries + row * dim * 4, dim, columns, scores + row * page_row, page_size)
+    row = 0
+    while row < rows:
+        height = tile_rows(rows - row)
+        score_rows(height, queries + row * dim * 4, dim, columns, scores + row * page_row, page_size)
+        row += height
     row = 0
     for query in range(count):
         allowed = min(max(0, position + query + 1), page_size)
         for _ in range(group):
             softmax_step(scores + row * page_row, page_size // LANES, allowed, state + row * 4, state_stride)
             row += 1
-    for row in range(0, rows, 3):
+    row = 0
+    while row < rows:
+        height = tile_rows(rows - row)
         at, to = scores + row * page_row, sums + row * dim * 4
         factors = state + 2 * state_stride + row * 4
-        weigh_values(min(3, rows - row), like, size, at, page_size, values, to, dim, factors, filled)
+        weigh_values(height, like, size, at, page_size, values, to, dim, factors, filled)
+        row += height
 
 
 @inline
@@ -140,6 +145,10 @@ def paged_attention(
                 prepare_tile(queries, first_row, count, head, group, packed, sums, state)
                 for start in range(0, length, page_size):
                     keys = pages + (page_table[sequence, start // page_size] * 2 * kv_heads + head) * head_bytes
+                    if start + page_size < length:  # the CPU's own prefetching ends at each page's border
+                        following = page_table[sequence, start // page_size + 1] * 2 * kv_heads + head
+                        prefetch_span(pages + following * head_bytes, head_bytes // 64)
+                        prefetch_span(pages + (following + kv_heads) * head_bytes, head_bytes // 64)
                     attend_page(like, size, keys, keys + kv_heads * head_bytes, page_size, dim,
                                 min(page_size, length - start), position - start, count, group, scratch)  # fmt: skip
                 finish_tile(out, first_row, count, head, group, sums, state, size == 2)

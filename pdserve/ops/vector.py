@@ -10,9 +10,11 @@ deinterleaved alike (`deinterleave`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
 LANES = 8
@@ -156,3 +158,38 @@ def transposed(builder: Builder, rows: list[Value]) -> list[Value]:
     quads = [mixed(pairs[i + j], pairs[i + j + 2], order) for i in (0, 4) for j in (0, 1) for order in (first, second)]
     halves = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
     return [mixed(quads[i], quads[i + 4], order) for order in halves for i in range(4)]
+
+
+def is_bf16(like: Any) -> bool:
+    return bool(like == types.uint16)
+
+
+def loop(
+    builder: Builder, count: Value, carried: list[Value], body: Callable[[Value, list[Value]], list[Value]]
+) -> Any:
+    """`for index in range(count): carried = body(index, carried)`; returns what is carried at the end."""
+    start, head, end = builder.block, builder.append_basic_block("head"), builder.append_basic_block("end")
+    body_block = builder.append_basic_block("body")
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(I64)
+    phis = [builder.phi(value.type) for value in carried]
+    index.add_incoming(ir.Constant(I64, 0), start)
+    for phi, value in zip(phis, carried, strict=True):
+        phi.add_incoming(value, start)
+    builder.cbranch(builder.icmp_signed("<", index, count), body_block, end)
+    builder.position_at_end(body_block)
+    results = body(index, phis)
+    index.add_incoming(builder.add(index, ir.Constant(I64, 1)), builder.block)
+    for phi, value in zip(phis, results, strict=True):
+        phi.add_incoming(value, builder.block)
+    builder.branch(head)
+    builder.position_at_end(end)
+    return phis
+
+
+def rows_at(builder: Builder, address: Value, stride: Value, count: int) -> list[Value]:
+    found = [address]
+    for _ in range(count - 1):
+        found.append(builder.add(found[-1], stride))
+    return found

@@ -312,11 +312,11 @@ class World:
     def come_to_rest(self) -> None:
         """Nothing is lost any more, and every deadline passes."""
         for turn in range(60):
-            for message in self._take(self.to_prefill):
+            for message in self.take(self.to_prefill):
                 self.to_prefill_arrives(message)
-            for message in self._take(self.to_decode):
+            for message in self.take(self.to_decode):
                 self.to_decode_arrives(message)
-            self._work()
+            self.work()
             for write in list(self.writes):
                 if not write.landed:
                     self.land(write)
@@ -327,7 +327,7 @@ class World:
                     self.feed_target(target, d.GiveUp("a deadline", retryable=True))
                     self.feed_target(target, d.CancelUnanswered(final=turn > 40))
 
-    def _work(self) -> None:
+    def work(self) -> None:
         for source in list(self.sources.values()):
             if source.let_go_due:
                 self.let_go(source)
@@ -340,7 +340,7 @@ class World:
                     self.post(transfer)
 
     @staticmethod
-    def _take(messages: list[Any]) -> list[Any]:
+    def take(messages: list[Any]) -> list[Any]:
         taken = list(messages)
         messages.clear()
         return taken
