@@ -188,11 +188,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         from pdserve.bench import transport
 
         transport.main(arguments.rest)
-    else:
-        from pdserve.bench import serve
+        return 0
+    from pdserve.bench import serve
 
-        serve.main(arguments.rest)
-    return 0
+    return serve.main(arguments.rest)
 
 
 def _settings(arguments: argparse.Namespace, default_overrides: dict[str, Any] | None = None) -> Settings:

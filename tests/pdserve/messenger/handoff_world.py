@@ -136,9 +136,7 @@ class World:
                 self.count_if_full(target)
             case d.SendRequest():
                 self.to_prefill.append(
-                    HandoffRequest(
-                        target.id, NodeId("d"), DECODE, self.known, (1, 2), 0, target.pages, target.imm, 1.0
-                    )
+                    HandoffRequest(target.id, NodeId("d"), DECODE, self.known, (1, 2), 0, target.pages, target.imm, 1.0)
                 )
             case d.SendCancel():
                 self.to_prefill.append(Cancel(target.id, NodeId("d"), DECODE, self.known))
@@ -305,7 +303,9 @@ class World:
             self.feed_source(source, p.TransferEnded(len(transfer.posted), error))
 
     def tidy(self) -> None:
-        self.writes = [write for write in self.writes if not (write.landed and (write.completed or write.transfer.done))]
+        self.writes = [
+            write for write in self.writes if not (write.landed and (write.completed or write.transfer.done))
+        ]
 
     # ------------------------------------------------ rest
 
@@ -344,4 +344,3 @@ class World:
         taken = list(messages)
         messages.clear()
         return taken
-
