@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError
 
 from actors.names import node_handle
 from pdserve.messenger.wire import MeetCallback, MeetRequest, ToDecode, ToPrefill
@@ -45,7 +45,8 @@ class RayChannel:
 
     def _sent(self, message: object, future: Future[Any]) -> None:
         error = future.exception()
-        if isinstance(error, RayActorError):
-            self._on_lost(self._node, "its actor has died or cannot be reached")
+        # One that is unavailable may be back in a moment: the message is lost, and deadlines see to the rest.
+        if isinstance(error, ActorDiedError):
+            self._on_lost(self._node, "its actor has died")
         elif error is not None:
             _log.warning("%s to %s was not delivered: %s", type(message).__name__, self._node, error)

@@ -35,18 +35,21 @@ class ColocatedNode:
             core.model, core.memory, core.pool, spec.settings.engine, Role.COLOCATED, decode_hooks=hooks
         )
         self._engine.start()
+        loop = asyncio.get_running_loop()
+        self._leases = loop.create_task(self._streams.keep_leases(LEASE_S, self._engine.cancel))
         self._reporter = Reporter(core.card, self._snapshot)
 
     def _snapshot(self) -> NodeSnapshot:
-        for request_id in self._streams.abandoned(LEASE_S):
-            self._engine.cancel(request_id)
         return self._core.snapshot(self._engine, ready=True)
 
     async def submit(self, replica: str, request: GenerationRequest, prefill: NodeCard) -> None:
         """Takes a request for an HTTP replica. Raises RequestError, ContextLengthError."""
-        self._engine.check_request(request)
         self._streams.own(request.request_id, replica)
-        self._engine.submit(request)
+        try:
+            self._engine.submit(request)
+        except BaseException:
+            self._streams.disown(request.request_id)
+            raise
 
     async def cancel(self, request_id: RequestId) -> None:
         self._engine.cancel(request_id)
@@ -68,6 +71,7 @@ class ColocatedNode:
         return self._core.metrics(self._engine)
 
     async def close(self) -> None:
+        self._leases.cancel()
         await asyncio.to_thread(self._close)
         self._streams.close()
 

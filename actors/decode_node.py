@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from actors.channel import RayChannel
@@ -14,6 +16,7 @@ from actors.names import scheduler_handle
 from actors.node_core import NodeCore, NodeSpec, Reporter
 from actors.streams import OutputStreams
 from pdserve.engine.engine import Engine
+from pdserve.errors import NoNodeAvailable
 from pdserve.messenger.peers import ReceiverParts
 from pdserve.messenger.receiver import Receiver
 from pdserve.messenger.target import HandoffTrace
@@ -36,6 +39,7 @@ RerouteReply = Callable[[NodeId | None], None]
 
 LEASE_S = 60.0  # a replica that has not been heard of for so long is gone
 VERIFY_RETRY_S = 1.0
+ABSENT_S = 15.0  # a prefill node that has not reported for so long is given up
 
 
 def _set_if_last(ended: asyncio.Future[SequenceOutput], output: SequenceOutput) -> None:
@@ -54,8 +58,12 @@ class DecodeNode:
         self._loop = asyncio.get_running_loop()
         self._streams = OutputStreams(self._loop)
         self._cards: dict[NodeId, NodeCard] = {}
-        self._verified: set[Incarnation] = set()
+        self._verified: dict[NodeId, Incarnation] = {}
         self._verifying: set[Incarnation] = set()
+        self._absent_since: dict[NodeId, float] = {}
+        self._note = "waits for a prefill node"
+        self._closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
         self._receiver = Receiver(
             ReceiverParts(
                 card=core.card,
@@ -76,12 +84,15 @@ class DecodeNode:
         )
         self._receiver.attach(self._engine)
         self._engine.start()
+        self._leases = self._loop.create_task(self._streams.keep_leases(LEASE_S, self._receiver.cancel))
         self._reporter = Reporter(core.card, self._snapshot, self._on_peers)
 
     # ------------------------------------------------ requests
 
     async def submit(self, replica: str, request: GenerationRequest, prefill: NodeCard) -> None:
-        """Takes a request for an HTTP replica. Raises RequestError, ContextLengthError."""
+        """Takes a request for an HTTP replica. Raises RequestError, ContextLengthError, NoNodeAvailable."""
+        if self._closing:
+            raise NoNodeAvailable(f"{self._core.spec.node_id} is closing")
         self._engine.check_request(request)
         self._cards[prefill.node_id] = prefill
         self._streams.own(request.request_id, replica)
@@ -123,23 +134,35 @@ class DecodeNode:
     # ------------------------------------------------ readiness
 
     def _snapshot(self) -> NodeSnapshot:
-        for request_id in self._streams.abandoned(LEASE_S):
-            self._receiver.cancel(request_id)
-        return self._core.snapshot(self._engine, ready=bool(self._verified), waiting=self._receiver.waiting)
+        verified = frozenset(self._verified.values())
+        snapshot = self._core.snapshot(self._engine, ready=bool(verified), waiting=self._receiver.waiting)
+        note = "" if verified else f"{self._core.spec.node_id} {self._note}"
+        return replace(snapshot, verified=verified, note=note)
 
     def _on_peers(self, cards: list[NodeCard]) -> None:
-        """Called on the reporter's thread: verifies prefill nodes that are new, forgets those that are gone."""
-        there = {card.incarnation for card in cards}
-        self._verified &= there
+        """Called on the reporter's thread with the prefill nodes that report."""
+        self._loop.call_soon_threadsafe(self._see_peers, cards)
+
+    def _see_peers(self, cards: list[NodeCard]) -> None:
+        """Verifies prefill nodes that are new, and gives up those that were replaced or have long been silent."""
+        now, there = time.monotonic(), {card.node_id for card in cards}
         for card in cards:
-            if card.incarnation not in self._verified and card.incarnation not in self._verifying:
+            self._absent_since.pop(card.node_id, None)
+            if self._verified.get(card.node_id, card.incarnation) != card.incarnation:
+                del self._verified[card.node_id]
+                self._receiver.peer_replaced(card.node_id, card.incarnation)
+            if card.node_id not in self._verified and card.incarnation not in self._verifying:
                 self._verifying.add(card.incarnation)
-                asyncio.run_coroutine_threadsafe(self._verify(card), self._loop)
+                self._tasks.add(task := self._loop.create_task(self._verify(card)))
+                task.add_done_callback(self._tasks.discard)
+        for node in self._verified.keys() - there:
+            if now - self._absent_since.setdefault(node, now) > ABSENT_S:
+                del self._verified[node], self._absent_since[node]
+                self._receiver.peer_lost(node, f"it has not reported for {ABSENT_S:.0f} s")
 
     async def _verify(self, card: NodeCard) -> None:
         """One small request through the whole path: meeting, handoff, count, one decode step."""
-        page = self._core.geometry.page_size
-        tokens = min(page + 2, self._core.card.max_model_len - 1)
+        tokens = min(self._core.geometry.page_size + 2, self._core.card.max_model_len - 1)
         request_id = RequestId(f"verify-{secrets.token_hex(8)}")
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         request = GenerationRequest(request_id, tuple(range(1, tokens + 1)), sampling)
@@ -149,11 +172,14 @@ class DecodeNode:
         self._receiver.start(request, card.node_id)
         output = await ended
         trace = self._receiver.trace(request_id)
-        if output.finish is FinishReason.LENGTH and trace is not None and trace.writes_counted:
-            _log.info("verified %s over %s: %d writes counted", card.node_id, trace.provider, trace.writes_counted)
-            self._verified.add(card.incarnation)
+        # Elsewhere, or at a second try, it says nothing about this node.
+        direct = trace is not None and (trace.prefill, trace.attempt) == (card.node_id, 1) and trace.writes_counted > 0
+        if output.finish is FinishReason.LENGTH and direct:
+            _log.info("a transfer from %s has succeeded", card.node_id)
+            self._verified[card.node_id] = card.incarnation
         else:
-            _log.warning("a transfer from %s failed: %s", card.node_id, output.error)
+            self._note = f"had no transfer from {card.node_id}: {output.error or 'it came from elsewhere'}"
+            _log.warning("%s", self._note)
             await asyncio.sleep(VERIFY_RETRY_S)
         self._verifying.discard(card.incarnation)
 
@@ -172,6 +198,10 @@ class DecodeNode:
 
     async def close(self) -> None:
         """Ends everything in order; the actor is of no use afterwards."""
+        self._closing = True
+        self._leases.cancel()
+        for task in list(self._tasks):
+            task.cancel()
         await asyncio.to_thread(self._close)
         self._streams.close()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.errors import NoNodeAvailable
 from pdserve.messenger.wire import NodeCard
-from pdserve.types import NodeId, Role
+from pdserve.types import Incarnation, NodeId, Role
 from policies.routing import NodeSnapshot, least_loaded_pair, least_loaded_prefill
 
 STALE_S = 5.0  # a node that has not reported for so long is not used
@@ -18,7 +18,7 @@ class Placement:
     """Where a request goes. A colocated node is both."""
 
     prefill: NodeCard
-    decode: NodeId
+    decode: NodeCard
 
 
 @dataclass(slots=True)
@@ -45,11 +45,14 @@ class GlobalScheduler:
             and known.card.compatibility == card.compatibility
         ]
 
-    async def pick(self, prompt_tokens: int, exclude: frozenset[NodeId] = frozenset()) -> Placement:
-        """Raises NoNodeAvailable, saying what is missing."""
-        pair = least_loaded_pair([known.snapshot for known in self._fresh()], prompt_tokens, exclude)
+    async def pick(self, prompt_tokens: int, lost: frozenset[Incarnation] = frozenset()) -> Placement:
+        """`lost` are incarnations that the asker has lost sight of. Raises NoNodeAvailable, saying what is missing."""
+        fresh = self._fresh()
+        exclude = frozenset(known.card.node_id for known in fresh if known.card.incarnation in lost)
+        pair = least_loaded_pair([known.snapshot for known in fresh], prompt_tokens, exclude)
         if pair is None:
-            raise NoNodeAvailable(f"no pair of nodes is ready: {self._summary()}")
+            without = f" (without {', '.join(sorted(exclude))}, lost a moment ago)" if exclude else ""
+            raise NoNodeAvailable(f"no pair of nodes is ready: {self._summary()}{without}")
         for node in {pair.prefill, pair.decode}:
             known = self._nodes[node]
             known.snapshot = replace(
@@ -57,7 +60,7 @@ class GlobalScheduler:
                 requests_sent=known.snapshot.requests_sent + 1,
                 prompt_tokens_sent=known.snapshot.prompt_tokens_sent + prompt_tokens,
             )
-        return Placement(self._nodes[pair.prefill].card, pair.decode)
+        return Placement(self._nodes[pair.prefill].card, self._nodes[pair.decode].card)
 
     async def another_prefill(self, decode: NodeId, exclude: frozenset[NodeId]) -> NodeCard | None:
         """Another prefill node for a request that stays at its decode node."""
@@ -87,4 +90,5 @@ class GlobalScheduler:
             there = [known.snapshot for known in fresh if known.card.role is role]
             if there:
                 parts.append(f"{sum(s.usable for s in there)} of {len(there)} {role} nodes ready")
-        return ", ".join(parts) or "no node has reported"
+        notes = sorted({known.snapshot.note for known in fresh if known.snapshot.note})
+        return "; ".join([", ".join(parts) or "no node has reported", *notes])

@@ -7,6 +7,7 @@ was generating continues elsewhere: prompt and streamed tokens become a new prom
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.global_scheduler import Placement
 from actors.metrics import node_metrics_text
@@ -25,11 +26,12 @@ from pdserve.errors import NoNodeAvailable, PdserveError
 from pdserve.openai.app import build_app
 from pdserve.openai.backend import Health
 from pdserve.text import Tokenizer
-from pdserve.types import FinishReason, GenerationRequest, NodeId, RequestId, SequenceOutput
+from pdserve.types import FinishReason, GenerationRequest, Incarnation, NodeId, RequestId, SequenceOutput
 
 _log = logging.getLogger(__name__)
 
-RENEW_S = 10.0
+RENEW_S = 5.0
+ABSENT_CHECKS = 3  # a node that has not been in the scheduler's list for so many in a row is lost
 DECODE_ATTEMPTS = 3
 PICK_PATIENCE_S = 10.0  # for nodes that are being restarted
 PICK_PAUSE_S = 0.25
@@ -60,11 +62,11 @@ class RayBackend:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[SequenceOutput, None]:
         streamed: list[int] = []
-        lost: set[NodeId] = set()
+        lost: set[Incarnation] = set()
         while len(lost) < DECODE_ATTEMPTS:
-            rest = _continued(request, streamed)
+            rest = _continued(request, streamed, attempt=len(lost))
             placement = await self._pick(rest, frozenset(lost))
-            node, ended = placement.decode, False
+            node, ended = placement.decode.node_id, False
             self._outputs[rest.request_id] = asyncio.Queue()
             self._home[rest.request_id] = node
             try:
@@ -75,8 +77,7 @@ class RayBackend:
                     yield replace(output, request_id=request.request_id)
                 return
             except _NodeGone:
-                ended = True
-                lost.add(node)
+                lost.add(placement.decode.incarnation)
                 _log.warning("%s was lost; %s goes on elsewhere", node, request.request_id)
             except PdserveError:
                 ended = True  # the node has refused it
@@ -84,12 +85,12 @@ class RayBackend:
             finally:
                 self._outputs.pop(rest.request_id, None)
                 self._home.pop(rest.request_id, None)
-                if not ended:  # the client has gone, or has enough
-                    node_handle(node).cancel.remote(rest.request_id)
-        error = f"{len(lost)} decode nodes were lost under this request"
-        yield SequenceOutput(request.request_id, (), FinishReason.ERROR, error)
+                if not ended:  # the client has gone, or has enough, or the node only seemed to be lost
+                    _send_quietly(node, "cancel", rest.request_id)
+        error = f"{len(lost)} decode nodes were lost under this request; try again"
+        yield SequenceOutput(request.request_id, (), FinishReason.ERROR, error, unavailable=True)
 
-    async def _pick(self, request: GenerationRequest, lost: frozenset[NodeId]) -> Placement:
+    async def _pick(self, request: GenerationRequest, lost: frozenset[Incarnation]) -> Placement:
         """Waits a while for nodes that are being restarted. Raises NoNodeAvailable."""
         patience = time.monotonic() + PICK_PATIENCE_S
         while True:
@@ -104,14 +105,18 @@ class RayBackend:
 
     async def _submit(self, request: GenerationRequest, placement: Placement) -> None:
         """Raises RequestError, _NodeGone."""
-        self._reader(placement.decode)
+        node = placement.decode.node_id
+        self._reader(node)
         try:
-            await node_handle(placement.decode).submit.remote(self._replica, request, placement.prefill)
-        except RayActorError as error:
-            self._lose(placement.decode)
+            await node_handle(node).submit.remote(self._replica, request, placement.prefill)
+        except (RayActorError, ValueError) as error:
+            self._lose(node)
             raise _NodeGone from error
         except RayTaskError as error:
-            raise _cause(error) from error
+            cause = _cause(error)
+            if isinstance(cause, NoNodeAvailable):  # it is closing
+                raise _NodeGone from error
+            raise cause from error
 
     async def _read(self, request_id: RequestId) -> AsyncGenerator[SequenceOutput, None]:
         queue = self._outputs[request_id]
@@ -123,6 +128,10 @@ class RayBackend:
             if output.finish is not None:
                 return
 
+    def home_of(self, request_id: RequestId) -> NodeId | None:
+        """The decode node that a request is at."""
+        return self._home.get(request_id)
+
     # ------------------------------------------------ one stream per decode node
 
     def _reader(self, node: NodeId) -> None:
@@ -130,28 +139,42 @@ class RayBackend:
             self._readers[node] = asyncio.create_task(self._read_node(node))
 
     async def _read_node(self, node: NodeId) -> None:
-        renewing = asyncio.create_task(self._renew(node))
+        watching = asyncio.create_task(self._watch(node))
+        reason = "its stream ended"
         try:
             stream = node_handle(node).outputs.options(num_returns="streaming").remote(self._replica)
             async for item in stream:
                 for output in await item:
-                    queue = self._outputs.get(output.request_id)
-                    if queue is not None:
-                        queue.put_nowait(output)
-        except (RayActorError, RayTaskError) as error:
-            _log.warning("the stream of %s broke: %s", node, type(error).__name__)
-            self._lose(node)
+                    if self._home.get(output.request_id) == node:
+                        self._outputs[output.request_id].put_nowait(output)
+        except (RayError, ValueError) as error:
+            reason = f"its stream broke: {type(error).__name__}"
         finally:
-            renewing.cancel()
-            self._readers.pop(node, None)
+            watching.cancel()
+            if self._readers.get(node) is asyncio.current_task():
+                del self._readers[node]
+        _log.warning("%s: %s", node, reason)
+        self._lose(node)  # not when cancelled: then this backend ends, or has lost the node already
 
-    async def _renew(self, node: NodeId) -> None:
+    async def _watch(self, node: NodeId) -> None:
+        """Renews our lease at the node, and gives up on one that has stopped reporting: Ray does not see it hang."""
+        absent = 0
         while True:
             await asyncio.sleep(RENEW_S)
-            node_handle(node).renew.remote(self._replica)
+            _send_quietly(node, "renew", self._replica)
+            with contextlib.suppress(RayError):
+                there = {snapshot.node_id for snapshot in await self._scheduler.nodes.remote()}
+                absent = 0 if node in there else absent + 1
+            if absent >= ABSENT_CHECKS:
+                self._lose(node)
+                return
 
     def _lose(self, node: NodeId) -> None:
+        """Every request there goes on elsewhere; the stream is given up, a later request opens a new one."""
         self._scheduler.lost.remote(node)
+        reader = self._readers.pop(node, None)
+        if reader is not None and reader is not asyncio.current_task():
+            reader.cancel()
         for request_id in [r for r, home in self._home.items() if home == node]:
             self._outputs[request_id].put_nowait(_NodeGone())
 
@@ -169,17 +192,21 @@ class RayBackend:
         return node_metrics_text({n: a for n, a in zip(nodes, answers, strict=True) if isinstance(a, dict)})
 
 
-def _continued(request: GenerationRequest, streamed: list[int]) -> GenerationRequest:
-    """The rest of a request whose decode node was lost: nothing is streamed twice."""
-    if not streamed:
+def _continued(request: GenerationRequest, streamed: list[int], attempt: int) -> GenerationRequest:
+    """The rest of a request whose decode node was lost: nothing is streamed twice, and no id is used twice."""
+    if attempt == 0:
         return request
     sampling = replace(
         request.sampling,
         max_tokens=request.sampling.max_tokens - len(streamed),
         min_tokens=max(0, request.sampling.min_tokens - len(streamed)),
     )
-    request_id = RequestId(f"{request.request_id}+{len(streamed)}")
-    return GenerationRequest(request_id, (*request.prompt, *streamed), sampling)
+    return GenerationRequest(RequestId(f"{request.request_id}~{attempt}"), (*request.prompt, *streamed), sampling)
+
+
+def _send_quietly(node: NodeId, method: str, argument: str) -> None:
+    with contextlib.suppress(ValueError):  # the actor is gone for good
+        getattr(node_handle(node), method).remote(argument)
 
 
 def _cause(error: RayTaskError | RayActorError) -> Exception:

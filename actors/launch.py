@@ -32,12 +32,16 @@ from pdserve.messenger.wire import NodeCard
 from pdserve.models.load import load_model, model_dir, read_config
 from pdserve.observe import progress
 from pdserve.types import NodeId, RequestId, Role
+from transport.dll import load_libfabric
+from transport.errors import TransportError
+from transport.fabric.leftovers import remove_leftovers
 
 _log = logging.getLogger(__name__)
 
 START_S = 300.0
 READY_S = 120.0
 CLOSE_S = 20.0
+CARDS_S = 5.0
 _CLASSES: dict[Role, Any] = {Role.PREFILL: PrefillNode, Role.DECODE: DecodeNode, Role.COLOCATED: ColocatedNode}
 
 
@@ -52,6 +56,7 @@ class Cluster:
         self.max_model_len = 0
         self.model_name = settings.model.name or ""
         self.url = ""
+        self._pids: set[int] = set()
         self._own_ray: contextlib.ExitStack = contextlib.ExitStack()
         try:
             self._start(http)
@@ -70,6 +75,7 @@ class Cluster:
             for spec in specs:
                 self.nodes[spec.node_id] = self._actor(_CLASSES[spec.role], spec.node_id).remote(spec)
             self._await_nodes(step.update)
+            self._check_providers()
         with progress("verifying transfers") as step:
             self._await_health(step.update)
         if http:
@@ -93,10 +99,21 @@ class Cluster:
     def _connect(self) -> None:
         address = self.settings.ray_address
         if address is None:
+            if not self.settings.deployment.colocated:
+                self._check_library()  # here, rather than in each node
             self._own_ray.enter_context(start_local_ray(NAMESPACE))
-        else:
+            return
+        try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
-            self._own_ray.callback(ray.shutdown)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"ray_address: cannot join a cluster at {address!r}: {error}") from error
+        self._own_ray.callback(ray.shutdown)
+
+    def _check_library(self) -> None:
+        try:
+            load_libfabric(self.settings.transport.libfabric)
+        except TransportError as error:
+            raise ConfigError(f"transport.libfabric: {error}") from error
 
     def _node_specs(self) -> list[NodeSpec]:
         wanted = self.settings.deployment
@@ -136,6 +153,16 @@ class Cluster:
                 except RayError as error:
                     raise _start_error(node, error) from error
                 update(f"{len(self.nodes) - len(waiting)} of {len(self.nodes)}")
+
+    def _check_providers(self) -> None:
+        """No silent slow path: what was asked for and is not to be had is said now."""
+        wanted = self.settings.transport.provider
+        for node, card in self.cards().items():
+            self._pids.add(card.pid)
+            lacks = card.role is not Role.COLOCATED and (not card.providers if wanted == "auto" else True)
+            if lacks and wanted not in card.providers:
+                there = ", ".join(card.providers) or "none"
+                raise ConfigError(f"transport.provider: {wanted!r} is not to be had at {node} (to be had: {there})")
 
     def _await_health(self, update: Any) -> None:
         deadline = time.monotonic() + READY_S
@@ -182,10 +209,16 @@ class Cluster:
         self.nodes = {}
         node_handle.cache_clear()
         self._own_ray.close()
+        for pid in self._pids:  # of nodes that were killed
+            with contextlib.suppress(ValueError, OSError):
+                remove_leftovers(pid)
 
     def _close_nodes(self) -> None:
         if self.url:
             _quietly(lambda: serve.delete(APPLICATION))
+        with contextlib.suppress(RayError):  # restarted nodes have new pids
+            cards = ray.get([handle.card.remote() for handle in self.nodes.values()], timeout=CARDS_S)
+            self._pids.update(card.pid for card in cards)
         closing = [handle.close.remote() for handle in self.nodes.values()]
         with contextlib.suppress(RayError, GetTimeoutError):
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
@@ -210,10 +243,9 @@ def launch(settings: Settings, *, http: bool = True) -> Cluster:
 
 
 def _start_error(node: NodeId, error: RayError) -> PdserveError:
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, ConfigError):
-        return cause
-    return PdserveError(f"{node} did not start: {cause or error}")
+    """Ray's text of a constructor that failed ends with the exception itself."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return PdserveError(f"{node} did not start: {lines[-1] if lines else type(error).__name__}")
 
 
 def _free_port(host: str) -> int:

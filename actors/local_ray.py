@@ -26,7 +26,7 @@ def start_local_ray(namespace: str) -> Iterator[None]:
     os.environ.update(_SETTINGS)
     import ray
 
-    children = _descendants(os.getpid())
+    before_us = _children(os.getpid())
     try:
         ray.init(
             address="local",  # never joins a cluster that happens to run here
@@ -38,10 +38,11 @@ def start_local_ray(namespace: str) -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        roots = _children(os.getpid()) - before_us  # Ray's own daemons; every worker is below one of them
         try:
             yield
         finally:
-            ours = _descendants(os.getpid()) - children
+            ours = roots.union(*(_descendants(root) for root in roots))
             ray.shutdown()
             _await_end(ours)
     finally:
@@ -52,20 +53,29 @@ def start_local_ray(namespace: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _descendants(pid: int) -> set[int]:
-    """Every process below `pid`."""
-    children: dict[int, list[int]] = {}
+def _by_parent() -> dict[int, set[int]]:
+    children: dict[int, set[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{entry.name}/stat") as stat:
                 parent = int(stat.read().rsplit(")", 1)[1].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
+                children.setdefault(parent, set()).add(int(entry.name))
+    return children
+
+
+def _children(pid: int) -> set[int]:
+    return _by_parent().get(pid, set())
+
+
+def _descendants(pid: int) -> set[int]:
+    """Every process below `pid`."""
+    children = _by_parent()
     found: set[int] = set()
     stack = [pid]
     while stack:
-        for child in children.get(stack.pop(), []):
-            found.add(child)
-            stack.append(child)
+        below = children.get(stack.pop(), set())
+        found |= below
+        stack += below
     return found
 
 

@@ -35,7 +35,7 @@ class EngineSettings(Section):
     dtype: Literal["bf16", "fp32"] = "bf16"
     deterministic: bool = True
     """Same kernels and summation order whatever the batch, chunk or role."""
-    max_model_len: int | None = Field(default=None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=4)
     """Context limit in tokens; by default the model's."""
     page_size: Literal[8, 16, 32, 64, 128] = 32
     """Tokens a page."""
@@ -136,6 +136,14 @@ class Settings(Section):
     http: HttpSettings = HttpSettings()
     ray_address: str | None = None
     """An existing cluster's address; by default a local cluster is started and ended with the program."""
+
+    @model_validator(mode="after")
+    def _pins_only_here(self) -> Self:
+        if self.ray_address is not None and self.deployment.pin_cores:
+            raise ValueError(
+                "deployment.pin_cores works on a local cluster only; leave ray_address out, or pin_cores off"
+            )
+        return self
 
 
 def load_settings(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:

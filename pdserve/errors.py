@@ -1,14 +1,14 @@
 """Errors that a user of pdserve can meet.
 
-    PdserveError
-    ├── ConfigError            a setting is unknown, of a wrong type, or impossible in combination
-    ├── ModelError             a model directory cannot be read or is of an unsupported kind
-    ├── RequestError           a request cannot be served as it is (HTTP 400)
-    │   └── ContextLengthError     prompt + max_tokens exceeds the context
-    ├── OutOfPages             the page pool cannot give the pages asked for now
-    ├── MeetingRefused         two nodes disagree on model, dtype, page size, layout or protocol
-    ├── HandoffFailed          a handoff ended without its pages (rejection, deadline, peer lost)
-    └── NoNodeAvailable        no ready node can take the request (HTTP 503)
+PdserveError
+├── ConfigError            a setting is unknown, of a wrong type, or impossible in combination
+├── ModelError             a model directory cannot be read or is of an unsupported kind
+├── RequestError           a request cannot be served as it is (HTTP 400)
+│   └── ContextLengthError     prompt + max_tokens exceeds the context
+├── OutOfPages             the page pool cannot give the pages asked for now
+├── MeetingRefused         two nodes disagree on model, dtype, page size, layout or protocol
+├── HandoffFailed          a handoff ended without its pages (rejection, deadline, peer lost)
+└── NoNodeAvailable        no ready node can take the request (HTTP 503)
 """
 
 from __future__ import annotations

@@ -68,3 +68,4 @@ class SequenceOutput:
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
     error: str | None = None
+    unavailable: bool = False  # the error lies in the cluster's present state: the same request may work later

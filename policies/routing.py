@@ -29,10 +29,17 @@ class NodeSnapshot:
     page_size: int = 1
     prompt_tokens_sent: int = 0  # routed there since the snapshot was taken
     requests_sent: int = 0  # routed there since the snapshot was taken
+    verified: frozenset[Incarnation] | None = None  # prefill nodes it has had a transfer from; None: it does not say
+    note: str = ""  # why it is not ready, for people
 
     @property
     def usable(self) -> bool:
         return self.ready and not self.draining
+
+    def takes_from(self, prefill: NodeSnapshot) -> bool:
+        """Whether handoffs from `prefill` work: same kind of node, and a transfer has succeeded."""
+        proven = self.verified is None or prefill.incarnation in self.verified
+        return proven and self.compatibility == prefill.compatibility
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,7 @@ def least_loaded_pair(
         return Pair(best.node_id, best.node_id)
     decode = [s for s in usable if s.role is Role.DECODE]
     for source in sorted((s for s in usable if s.role is Role.PREFILL), key=lambda s: (_prefill_load(s), s.node_id)):
-        targets = [s for s in decode if s.compatibility == source.compatibility]
+        targets = [s for s in decode if s.takes_from(source)]
         if targets:
             target = min(targets, key=lambda s: (_decode_load(s, prompt_tokens), s.node_id))
             return Pair(source.node_id, target.node_id)
@@ -73,10 +80,7 @@ def least_loaded_prefill(
     candidates = [
         s
         for s in known
-        if s.usable
-        and s.role is Role.PREFILL
-        and s.node_id not in exclude
-        and (home is None or s.compatibility == home.compatibility)
+        if s.usable and s.role is Role.PREFILL and s.node_id not in exclude and (home is None or home.takes_from(s))
     ]
     return min(candidates, key=lambda s: (_prefill_load(s), s.node_id)).node_id if candidates else None
 

@@ -181,6 +181,15 @@ class Link(Protocol):
         """Writes posted on this link that have not completed."""
         ...
 
+    @property
+    def error(self) -> Exception | None:
+        """What broke the link; None while nothing has, and closing it is no breakage. It never goes back to None.
+
+        A side that only receives learns from this alone that nothing more will come: it has no transfer to fail.
+        A peer that is gone shows here only where the provider reports it.
+        """
+        ...
+
     def expose(self, memory: Memory) -> ExposedRegion:
         """Lets the peer write into `memory` under a key of its own."""
         ...
@@ -244,6 +253,23 @@ class Transport(Protocol):
 
     @property
     def immediates(self) -> Immediates: ...
+
+    @property
+    def receiver_pulls(self) -> bool:
+        """Whether the receiver's process copies from the sender's memory.
+
+        Then a link that was closed with writes in flight leaves a receiver that may still read their source, until it
+        has closed its own side or its process has ended.
+        """
+        ...
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the worker thread; None while it runs and after an orderly close.
+
+        Then all links are closed, all transfers done, and whatever is asked of it raises TransportFailed.
+        """
+        ...
 
     @property
     def max_window(self) -> int:

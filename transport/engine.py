@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Self
 
 from transport.api import (
@@ -17,7 +18,7 @@ from transport.api import (
     SourceRegion,
 )
 from transport.dll import load_libfabric
-from transport.errors import LinkClosed, NotConnected, RegionBusy, TransportClosed
+from transport.errors import LinkClosed, NotConnected, RegionBusy, TransportClosed, TransportError
 from transport.fabric.domain import Domain, Region
 from transport.fabric.info import profile_named
 from transport.fabric.lane import Lane
@@ -73,6 +74,10 @@ class FabricLink:
     def in_flight(self) -> int:
         return self._lane.outgoing.in_flight
 
+    @property
+    def error(self) -> TransportError | None:
+        return self._lane.error
+
     def expose(self, memory: Memory) -> FabricExposure:
         """Raises LinkClosed, FabricError."""
         self._check_open()
@@ -118,14 +123,15 @@ class FabricLink:
         transfer = TransferState(order, on_done, self._lane.peer, self._cancel)
         try:
             self._worker.inbox.send(lambda: self._lane.outgoing.submit(transfer))
-        except TransportClosed:
-            transfer.stop(TransportClosed("the transport is closed"))
+        except TransportClosed as error:
+            transfer.stop(error)
             transfer.finish()
             raise
         return transfer
 
     def _cancel(self, transfer: TransferState) -> None:
-        self._worker.inbox.send(lambda: self._lane.outgoing.cancel(transfer))
+        with suppress(TransportClosed):  # then it is done, or about to be
+            self._worker.inbox.send(lambda: self._lane.outgoing.cancel(transfer))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -167,6 +173,10 @@ class TransferEngine:
         return self._profile.name
 
     @property
+    def receiver_pulls(self) -> bool:
+        return self._profile.receiver_pulls
+
+    @property
     def library(self) -> str:
         """Path of the libfabric that is used."""
         return self._library.path
@@ -174,6 +184,10 @@ class TransferEngine:
     @property
     def immediates(self) -> ImmediateCounters:
         return self._immediates
+
+    @property
+    def error(self) -> TransportError | None:
+        return self._worker.error
 
     @property
     def max_window(self) -> int:

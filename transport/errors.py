@@ -11,6 +11,7 @@ TransportError
 ├── TransferCancelled      the transfer was cancelled before all of its writes were posted
 ├── RegionBusy             a source region is still being read by transfers
 └── TransportClosed        the transport was closed
+    └── TransportFailed    … because its worker thread ended by an error
 """
 
 from __future__ import annotations
@@ -67,3 +68,7 @@ class RegionBusy(TransportError):
 
 class TransportClosed(TransportError):
     """The transport was closed."""
+
+
+class TransportFailed(TransportClosed):
+    """The transport's worker thread ended by an error, which the message names: nothing but a new transport helps."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from transport.errors import TransportClosed
+from transport.errors import TransportClosed, TransportError
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +20,17 @@ class _Call:
         self._function = function
         self._done = threading.Event()
         self._result: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def __call__(self) -> None:
         try:
             self._result = self._function()
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: the caller waits for an answer
             self._error = error
+        self._done.set()
+
+    def refuse(self, error: TransportError) -> None:
+        self._error = error
         self._done.set()
 
     def result(self) -> Any:
@@ -43,7 +47,8 @@ class Inbox:
         self._wake = wake
         self._functions: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self._resting = self._ended = False
+        self._resting = False
+        self._ended: TransportError | None = None
         self._worker: threading.Thread | None = None
 
     @property
@@ -53,8 +58,8 @@ class Inbox:
     def send(self, function: Callable[[], None]) -> None:
         """Runs `function` on the worker, soon and in order. Raises TransportClosed."""
         with self._lock:
-            if self._ended:
-                raise TransportClosed("the transport is closed")
+            if self._ended is not None:
+                raise type(self._ended)(str(self._ended))
             self._functions.append(function)
             if self._resting:
                 self._wake()
@@ -70,7 +75,7 @@ class Inbox:
     def nudge(self) -> None:
         """Ends the worker's rest."""
         with self._lock:
-            if self._resting and not self._ended:
+            if self._resting and self._ended is None:
                 self._wake()
 
     def attach(self) -> None:
@@ -92,23 +97,34 @@ class Inbox:
         moved = False
         while self._functions:
             moved = True
-            function = self._functions.popleft()
-            try:
-                function()
-            except Exception:
-                log.exception("a request to the transport failed")
+            attempted(self._functions.popleft(), "a request to the transport")
         return moved
 
-    def end(self) -> None:
-        """Refuses from now on, and runs what had come before."""
+    def end(self, failure: TransportError | None = None) -> None:
+        """Refuses from now on, and runs what had come before. After a failure the calls among it are refused too."""
         with self._lock:
-            self._ended = True
+            self._ended = failure or TransportClosed("the transport is closed")
+        if failure is not None:
+            for function in self._functions:
+                if isinstance(function, _Call):
+                    function.refuse(failure)
+            self._functions = deque(f for f in self._functions if not isinstance(f, _Call))
         self.take()
 
 
 def guarded(callback: Callable[[Any], None], argument: Any) -> None:
-    """A callback's exception must not reach the worker."""
+    """A callback's exception must not reach the worker, SystemExit included."""
     try:
         callback(argument)
-    except Exception:
+    except BaseException:
         log.exception("a transport callback raised; the transport goes on")
+
+
+def attempted(step: Callable[[], Any], name: str) -> Exception | None:
+    """One step of several that are taken whatever becomes of the others; its exception is logged and returned."""
+    try:
+        step()
+    except Exception as error:
+        log.exception("%s failed", name)
+        return error
+    return None

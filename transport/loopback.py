@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import random
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 from typing import Self
 
 import numpy as np
 
 from transport.api import Imm, Memory, SourceRegion
-from transport.errors import LinkClosed, PeerLost, RegionBusy, TransportClosed, TransportError
+from transport.errors import LinkClosed, PeerLost, RegionBusy, TransportClosed, TransportError, TransportFailed
 from transport.imm import ImmediateCounters
-from transport.inbox import Inbox
+from transport.inbox import Inbox, attempted
 from transport.loopback_link import EKEYREJECTED, ENOTCONN, PROVIDER, LoopbackLink, LoopbackSource
 from transport.outgoing import Outbox
 from transport.transfer import TransferState
+
+log = logging.getLogger(__name__)
 
 _MAX_WINDOW = 4096
 
@@ -77,6 +82,7 @@ class LoopbackTransport:
         self._sequence = itertools.count()
         self._closed_now: list[threading.Event] = []
         self._stopping = self._closed = False
+        self._error: TransportFailed | None = None
         self._thread = threading.Thread(target=self._run, name="transport-loopback", daemon=True)
         self._thread.start()
 
@@ -85,8 +91,16 @@ class LoopbackTransport:
         return PROVIDER
 
     @property
+    def receiver_pulls(self) -> bool:
+        return False
+
+    @property
     def immediates(self) -> ImmediateCounters:
         return self._immediates
+
+    @property
+    def error(self) -> TransportError | None:
+        return self._error
 
     @property
     def max_window(self) -> int:
@@ -124,7 +138,8 @@ class LoopbackTransport:
             raise TransportError("a transport cannot be closed from its own callbacks")
         if not self._closed:
             self._closed = True
-            self.inbox.send(self._stop)
+            with suppress(TransportClosed):  # the thread has ended by an error, or is about to
+                self.inbox.send(self._stop)
             self._thread.join()
 
     def __enter__(self) -> Self:
@@ -140,15 +155,15 @@ class LoopbackTransport:
         except TransportClosed:
             return
 
-    def end_link(self, link: LoopbackLink) -> None:
+    def end_link(self, link: LoopbackLink, error: TransportError | None = None) -> None:
         """Returns when the link's transfers are done and their callbacks have been called."""
         self.net.remove(link)
         closed = threading.Event()
         if self.inbox.on_worker:
-            self._end_link(link, closed)
+            self._end_link(link, closed, error)
             return
         try:
-            self.inbox.send(lambda: self._end_link(link, closed))
+            self.inbox.send(lambda: self._end_link(link, closed, error))
         except TransportClosed:
             return
         closed.wait()
@@ -166,8 +181,8 @@ class LoopbackTransport:
         if not link.closed:
             self.outbox.imms.append(np.array([imm], np.int64))
 
-    def _end_link(self, link: LoopbackLink, closed: threading.Event) -> None:
-        link.outgoing.break_off(LinkClosed(f"the link to {link.peer or 'its peer'} was closed"))
+    def _end_link(self, link: LoopbackLink, closed: threading.Event, error: TransportError | None) -> None:
+        link.outgoing.break_off(error or LinkClosed(f"the link to {link.peer or 'its peer'} was closed"))
         self._wire = [entry for entry in self._wire if entry[3] is not link]
         heapq.heapify(self._wire)
         link.outgoing.abandon()
@@ -177,21 +192,29 @@ class LoopbackTransport:
 
     def _run(self) -> None:
         self.inbox.attach()
-        while not self._stopping:
-            moved = self.inbox.take()
-            for link in self._links:
-                moved = self._post(link) or moved
-            moved = self._land_due() or moved
-            self._call_back()
-            if not moved and self.inbox.begin_rest():
-                due = self._wire[0][0] - time.monotonic() if self._wire else 1.0
-                self._event.wait(max(due, 0.0))
-                self.inbox.end_rest()
-                self._event.clear()
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            log.critical("the transport's worker thread failed", exc_info=True)
+            self._error = TransportFailed(f"the transport's worker thread has failed, open a new transport: {error!r}")
+        self._stopping = True
         for link in list(self._links):
-            link.close()
-        self.inbox.end()
+            attempted(link.close if self._error is None else partial(link.break_down, self._error), "closing a link")
+        attempted(partial(self.inbox.end, self._error), "ending a transport")
+        attempted(self._call_back, "the last callbacks of a transport")
+
+    def _turn(self) -> None:
+        moved = self.inbox.take()
+        for link in self._links:
+            moved = self._post(link) or moved
+        moved = self._land_due() or moved
         self._call_back()
+        if not moved and self.inbox.begin_rest():
+            due = self._wire[0][0] - time.monotonic() if self._wire else 1.0
+            self._event.wait(max(due, 0.0))
+            self.inbox.end_rest()
+            self._event.clear()
 
     def _post(self, link: LoopbackLink) -> bool:
         moved = False
@@ -225,7 +248,9 @@ class LoopbackTransport:
         return moved
 
     def _call_back(self) -> None:
-        self.outbox.deliver(self._immediates)
-        for event in self._closed_now:
-            event.set()
-        self._closed_now.clear()
+        try:
+            self.outbox.deliver(self._immediates)
+        finally:
+            for event in self._closed_now:
+                event.set()
+            self._closed_now.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
+from contextlib import suppress
 from typing import Protocol, Self
 
 from transport.api import (
@@ -17,7 +18,7 @@ from transport.api import (
     RegionDescriptor,
     SingleWrite,
 )
-from transport.errors import LinkClosed, NotConnected, TransportClosed
+from transport.errors import LinkClosed, NotConnected, TransportClosed, TransportError
 from transport.inbox import Inbox
 from transport.outgoing import Outbox, Outgoing
 from transport.transfer import Order, TransferState, check_descriptor, immediate_order, paged_order, single_order
@@ -33,7 +34,7 @@ class Home(Protocol):
     outbox: Outbox
 
     def arrived(self, link: LoopbackLink, imm: Imm) -> None: ...
-    def end_link(self, link: LoopbackLink) -> None: ...
+    def end_link(self, link: LoopbackLink, error: TransportError | None = None) -> None: ...
 
 
 class LoopbackSource:
@@ -78,6 +79,10 @@ class LoopbackLink:
     def in_flight(self) -> int:
         return self.outgoing.in_flight
 
+    @property
+    def error(self) -> TransportError | None:
+        return self.outgoing.error
+
     def expose(self, memory: Memory) -> LoopbackExposure:
         self._check_open()
         exposure = LoopbackExposure(memory)
@@ -104,10 +109,17 @@ class LoopbackLink:
         return self._submit(immediate_order(target, imm, PROVIDER), on_done)
 
     def close(self) -> None:
+        self._end()
+
+    def break_down(self, error: TransportError) -> None:
+        """Plays a link that fails on this side, as by its completion queue: `error` stays with it."""
+        self._end(error)
+
+    def _end(self, error: TransportError | None = None) -> None:
         self.closed = True
         with self._landing:
             self._exposed.clear()
-        self._home.end_link(self)
+        self._home.end_link(self, error)
 
     def go_silent(self) -> None:
         """Plays a process that was killed where the wire does not report it: nothing lands, nothing completes."""
@@ -136,14 +148,15 @@ class LoopbackLink:
         transfer = TransferState(order, on_done, self.peer, self._cancel)
         try:
             self._home.inbox.send(lambda: self.outgoing.submit(transfer))
-        except TransportClosed:
-            transfer.stop(TransportClosed("the transport is closed"))
+        except TransportClosed as error:
+            transfer.stop(error)
             transfer.finish()
             raise
         return transfer
 
     def _cancel(self, transfer: TransferState) -> None:
-        self._home.inbox.send(lambda: self.outgoing.cancel(transfer))
+        with suppress(TransportClosed):  # then it is done, or about to be
+            self._home.inbox.send(lambda: self.outgoing.cancel(transfer))
 
     def _check_open(self) -> None:
         if self.closed:

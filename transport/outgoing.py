@@ -18,8 +18,8 @@ from transport.transfer import TransferState
 class Outbox:
     """What the links of a transport have for its worker to deliver, and the counters of `Transport.stats`."""
 
-    finished: list[TransferState] = field(default_factory=list)
-    imms: list[NDArray[np.int64]] = field(default_factory=list)
+    finished: deque[TransferState] = field(default_factory=deque)
+    imms: deque[NDArray[np.int64]] = field(default_factory=deque)
     posted: int = 0
     completed: int = 0
     failed: int = 0
@@ -28,12 +28,11 @@ class Outbox:
     def deliver(self, counters: ImmediateCounters) -> None:
         """Counts the immediates and calls what is due: full counters first, then finished transfers."""
         while self.imms or self.finished:
-            imms, self.imms = self.imms, []
-            finished, self.finished = self.finished, []
-            for batch in imms:
-                for on_full, imm in counters.count(batch):
+            while self.imms:
+                for on_full, imm in counters.count(self.imms.popleft()):
                     guarded(on_full, imm)
-            for transfer in finished:
+            while self.finished:
+                transfer = self.finished.popleft()
                 if transfer.on_done is not None:
                     guarded(transfer.on_done, transfer)
 
@@ -47,6 +46,11 @@ class Outgoing:
         self._outstanding: dict[int, TransferState] = {}
         self.broken: TransportError | None = None
         self.in_flight = 0
+
+    @property
+    def error(self) -> TransportError | None:
+        """What broke the link; being closed by its owner is no breakage."""
+        return None if isinstance(self.broken, LinkClosed) else self.broken
 
     @property
     def busy(self) -> bool:
@@ -122,7 +126,7 @@ class Outgoing:
         for transfer in list(self._outstanding.values()):
             self._outbox.failed += transfer.in_flight
             transfer.failed += transfer.in_flight
-            transfer.stop(LinkClosed(f"{transfer} was in flight when its link was closed"))
+            transfer.stop(self.error or LinkClosed(f"{transfer} was in flight when its link was closed"))
             self._finish(transfer)
         self.in_flight = 0
 

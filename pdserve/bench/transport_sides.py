@@ -142,13 +142,31 @@ class RawSide(Side):
         )  # fmt: skip
         posted = completed = 0
         while completed < len(source):
-            posted += self.poster.post(order, self.region.desc, self.dest, posted, 1, self.slots)[0]
-            completed += len(self.poster.drain(self.slots).tickets)
+            count, code = self.poster.post(order, self.region.desc, self.dest, posted, 1, self.slots)
+            self._check("fi_writedata", code)
+            posted += count
+            completed += len(self._drained().tickets)
 
     def receive(self, page: int, number: int) -> None:
         received = 0
         while received < self.memory.nbytes // page:
-            received += len(self.poster.drain(self.slots).imms)
+            received += len(self._drained().imms)
+
+    def _drained(self) -> Any:
+        drained = self.poster.drain(self.slots)
+        if drained.code < 0:
+            self._check("fi_cq_read", drained.code)
+        return drained
+
+    def _check(self, call: str, code: int) -> None:
+        """Raises FabricError: without it a lost peer would spin both sides for ever."""
+        from transport.fabric import abi, calls
+
+        if code == -abi.FI_EAVAIL:
+            taken, entry = calls.read_error(self.poster.cq)
+            call, code = ("write", entry.err) if taken > 0 else ("fi_cq_readerr", taken)
+        if code not in (0, -abi.FI_EAGAIN):
+            raise calls.fabric_error(self.domain.library, call, code, self.wire, posted=call == "write")
 
     def close(self) -> None:
         self.endpoint.close()

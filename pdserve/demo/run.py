@@ -15,7 +15,8 @@ from pdserve.demo.prompts import DemoPrompt, demo_prompts
 from pdserve.demo.record import RequestRecord, Streamed
 from pdserve.demo.report import print_report
 from pdserve.engine.local import generate, local_engine
-from pdserve.errors import PdserveError
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.messenger.target import HandoffTrace
 from pdserve.models.load import load_model
 from pdserve.observe import progress
 from pdserve.text import Tokenizer
@@ -27,7 +28,9 @@ LINE_WIDTH = 96
 
 
 def run(settings: Settings, json_path: Path | None) -> int:
-    """Exit status 0 when every answer came and equals the colocated engine's."""
+    """Exit status 0 when every answer came and equals the colocated engine's. Raises ConfigError."""
+    if settings.deployment.colocated:
+        raise ConfigError("deployment.colocated: the demo shows prefill and decode on different nodes; leave it 0")
     with launch(settings) as cluster:
         tokenizer = Tokenizer.from_directory(cluster.model_path)
         prompts = demo_prompts(tokenizer, cluster.max_model_len)
@@ -37,10 +40,9 @@ def run(settings: Settings, json_path: Path | None) -> int:
         traces = [_trace(cluster, answer) for answer in answers]
         memory = _memory(cluster)
         model_path = cluster.model_path
-    for prompt, answer in zip(prompts, answers, strict=True):
-        if answer.error is not None:
-            print(f"{prompt.name} failed: {answer.error}")
-    if any(answer.error is not None for answer in answers):
+    failures = [_failure(*row) for row in zip(prompts, answers, traces, strict=True)]
+    if any(failures):
+        print("\n".join(filter(None, failures)))
         return 1
     with progress("computing the same answers on a colocated engine"):
         colocated = _colocated(settings, model_path, prompts)
@@ -53,6 +55,14 @@ def run(settings: Settings, json_path: Path | None) -> int:
     counted = all(record.trace and record.trace.writes_counted == record.trace.writes_expected for record in records)
     print(f"\n{'all answers equal the colocated engine, token for token' if equal else 'ANSWERS DIFFER'}")
     return 0 if equal and counted else 1
+
+
+def _failure(prompt: DemoPrompt, answer: Streamed, trace: HandoffTrace | None) -> str | None:
+    if answer.error is not None:
+        return f"{prompt.name} failed: {answer.error}"
+    if trace is None or trace.timings is None or not trace.timings.layers:
+        return f"{prompt.name}: answered, but its prefill node reported no timings within {TRACE_WAIT_S:.0f} s"
+    return None
 
 
 def _ask_all(cluster: Cluster, prompts: list[DemoPrompt]) -> list[Streamed]:
@@ -117,7 +127,7 @@ class _Line:
                     print(f"{self._name:>8} │ {line}", flush=True)
 
 
-def _trace(cluster: Cluster, answer: Streamed) -> Any:
+def _trace(cluster: Cluster, answer: Streamed) -> HandoffTrace | None:
     """A trace is complete once the prefill node's `Done` has come, which may be after the last token."""
     deadline = time.monotonic() + TRACE_WAIT_S
     while True:

@@ -89,10 +89,16 @@ class Destinations:
             raise
         self._met[request.card.incarnation] = Destination(request, link, opened.source, Answers(request.number))
 
-    def forget(self, incarnation: Incarnation) -> Destination | None:
-        """Takes it out; the caller closes its link once its transfers are marked."""
-        self._watch.remove(incarnation)
+    def forget(self, incarnation: Incarnation, *, watch: bool = False) -> Destination | None:
+        """Takes it out; the caller closes its link once its transfers are marked. With `watch`, `ended` still tells."""
+        if not watch:
+            self._watch.remove(incarnation)
         return self._met.pop(incarnation, None)
+
+    def may_still_read(self, incarnation: Incarnation) -> bool:
+        """Whether closing the link leaves a peer that may read our memory, for as long as it lives."""
+        peer = self._met.get(incarnation)
+        return peer is not None and self._transports.get(peer.request.address.provider).transport.receiver_pulls
 
     def ended(self) -> list[Incarnation]:
         """Those whose process has ended (known on this host only)."""

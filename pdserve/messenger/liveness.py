@@ -14,6 +14,7 @@ import socket
 from pathlib import Path
 
 from pdserve.types import Incarnation
+from transport.fabric.leftovers import remove_leftovers
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class PeerWatch:
     def __init__(self) -> None:
         self._poll = select.poll()
         self._by_fd: dict[int, Incarnation] = {}
+        self._pids: dict[Incarnation, int] = {}
         self._gone: set[Incarnation] = set()
 
     def add(self, incarnation: Incarnation, pid: int) -> None:
@@ -39,6 +41,7 @@ class PeerWatch:
 
         Where the system has no pidfd, there is no proof to be had: deadlines do it, as for another host.
         """
+        self._pids[incarnation] = pid
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -51,17 +54,23 @@ class PeerWatch:
 
     def remove(self, incarnation: Incarnation) -> None:
         self._gone.discard(incarnation)
+        self._pids.pop(incarnation, None)
         for fd in [fd for fd, who in self._by_fd.items() if who == incarnation]:
             self._poll.unregister(fd)
             os.close(fd)
             del self._by_fd[fd]
 
     def ended(self) -> list[Incarnation]:
-        """Those whose process has ended since they were added; each is reported once."""
+        """Those whose process has ended since they were added; each is reported once.
+
+        What its transports have left in /dev/shm is removed.
+        """
         gone = list(self._gone)
         if self._by_fd:
             gone += [self._by_fd[fd] for fd, _ in self._poll.poll(0)]
         for incarnation in gone:
+            with contextlib.suppress(ValueError, OSError):
+                remove_leftovers(self._pids[incarnation])
             self.remove(incarnation)
         return gone
 

@@ -19,7 +19,7 @@ from pdserve.messenger.mailbox import Mailbox
 from pdserve.messenger.peers import Peer, PeerTable, ReceiverParts
 from pdserve.messenger.target import DecodeEngine, HandoffTrace, Job, TargetHandoff
 from pdserve.messenger.wire import NotMet, ToDecode
-from pdserve.types import FinishReason, GenerationRequest, NodeId, PageIndex, RequestId, SequenceOutput
+from pdserve.types import FinishReason, GenerationRequest, Incarnation, NodeId, PageIndex, RequestId, SequenceOutput
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +70,10 @@ class Receiver:
     def trace(self, request_id: RequestId) -> HandoffTrace | None:
         """What is known of a request's last handoff; None if it had none (or long ago)."""
         return self._attempts.trace(request_id)
+
+    def peer_replaced(self, node: NodeId, incarnation: Incarnation) -> None:
+        """Another incarnation lives there now: what was met before is revoked."""
+        self._mail.post(lambda: self._replace(node, incarnation))
 
     @property
     def waiting(self) -> int:
@@ -146,9 +150,11 @@ class Receiver:
         self._attempts.give_up(job.handoff, "cancelled by the caller")
         self._end(request_id, FinishReason.ABORT, None)
 
-    def _end(self, request_id: RequestId, finish: FinishReason, error: str | None) -> None:
+    def _end(
+        self, request_id: RequestId, finish: FinishReason, error: str | None, *, unavailable: bool = False
+    ) -> None:
         self._forget([request_id])
-        self._parts.emit((SequenceOutput(request_id, (), finish, error),))
+        self._parts.emit((SequenceOutput(request_id, (), finish, error, unavailable),))
 
     def _forget(self, request_ids: list[RequestId]) -> None:
         for request_id in request_ids:
@@ -225,7 +231,8 @@ class Receiver:
         job.tried.add(job.prefill)
         job.reason, job.give_up_at = reason, None
         if not retryable or job.attempts >= self._parts.settings.attempts:
-            self._end(job.request.request_id, FinishReason.ERROR, f"prefill failed: {reason}")
+            error = f"prefill failed: {reason}"
+            self._end(job.request.request_id, FinishReason.ERROR, error, unavailable=retryable)
             return
         job.reroute_until = job.reroute_until or time.monotonic() + self._parts.settings.failover_timeout_s
         self._ask_reroute(job)
@@ -309,6 +316,11 @@ class Receiver:
         if peer is not None:
             self.revoke(peer, reason)
 
+    def _replace(self, node: NodeId, incarnation: Incarnation) -> None:
+        peer = self._peers.get(node)
+        if peer is not None and peer.incarnation not in (None, incarnation):
+            self.revoke(peer, "it was restarted")
+
     def _close(self) -> None:
         for job in list(self._jobs.values()):
             if not job.delivered:
@@ -340,9 +352,9 @@ class Receiver:
         if job.reroute_until is not None and now > job.reroute_until:
             patience = self._parts.settings.failover_timeout_s
             error = f"prefill failed: {job.reason}; no other prefill node became ready within {patience:g} s"
-            self._end(job.request.request_id, FinishReason.ERROR, error)
+            self._end(job.request.request_id, FinishReason.ERROR, error, unavailable=True)
         elif job.reroute_at is not None and now > job.reroute_at:
             self._ask_reroute(job)
         elif job.give_up_at is not None and now > job.give_up_at:
             error = "no pages became free in time: the node is overloaded"
-            self._end(job.request.request_id, FinishReason.ERROR, error)
+            self._end(job.request.request_id, FinishReason.ERROR, error, unavailable=True)

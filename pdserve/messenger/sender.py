@@ -41,7 +41,6 @@ _log = logging.getLogger(__name__)
 
 LAYER_POLL_S = 0.0003
 CHECK_S = 0.02
-DRAIN_PATIENCE_S = 10.0  # for writes in flight of a handoff that was stopped; then the link is closed
 
 
 Event = Callable[[], None]
@@ -70,7 +69,7 @@ class Sender:
     # ------------------------------------------------ from peers
 
     def meet(self, request: MeetRequest, reply: MeetCallback) -> None:
-        self._mail.post(lambda: reply(self._meet(request)))
+        self._mail.post(lambda: self._answer_meeting(request, reply))
 
     def on_message(self, message: ToPrefill) -> None:
         if isinstance(message, HandoffRequest):
@@ -128,11 +127,20 @@ class Sender:
 
     # ------------------------------------------------ peers
 
+    def _answer_meeting(self, request: MeetRequest, reply: MeetCallback) -> None:
+        try:
+            answer: MeetReply | MeetRefusal | Exception = self._meet(request)
+        except Exception as error:
+            _log.exception("meeting %s failed", request.card.node_id)
+            answer = error
+        reply(answer)
+
     def _meet(self, request: MeetRequest) -> MeetReply | MeetRefusal:
         answer = self._peers.answered(request)
         if answer is not None:
             return answer
         self._lose(request.card.incarnation, "the decode node revoked this one, and meets again")
+        self._sources.release_held(request.card.incarnation)
         return self._peers.meet(request)
 
     def _lose_all(self, lost: threading.Event) -> None:
@@ -143,12 +151,13 @@ class Sender:
             lost.set()
 
     def _lose(self, incarnation: Incarnation, reason: str, *, tell: bool = False) -> None:
-        """Closes the link; its handoffs end. With `tell`, the decode node hears that it must meet anew."""
-        peer = self._peers.forget(incarnation)
+        """Closes the link; its handoffs end. With `tell`, the decode node lives and hears that it must meet anew."""
+        hold = tell and self._peers.may_still_read(incarnation)
+        peer = self._peers.forget(incarnation, watch=hold)
         if peer is None:
             return
         _log.warning("lost %s: %s", peer.request.card.node_id, reason)
-        hit = self._sources.stop_all(incarnation, reason)
+        hit = self._sources.stop_all(incarnation, reason, hold=hold)
         peer.link.close()  # every transfer of it is done on return; their callbacks are in the mailbox
         if tell:
             mine = self._parts.card.incarnation
@@ -236,5 +245,6 @@ class Sender:
     def _check(self, now: float) -> None:
         for incarnation in self._peers.ended():
             self._lose(incarnation, "its process has ended")
+            self._sources.release_held(incarnation)
         for incarnation in self._sources.check(now):
             self._lose(incarnation, "its writes do not complete", tell=True)

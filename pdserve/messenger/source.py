@@ -42,6 +42,7 @@ class SourceHandoff:
     started_at: float = 0.0
     computed_at: float = 0.0
     drained_at: float = 0.0
+    hold: bool = False  # the decode node may still read the pages: see `Sources.stop_all`
     cancelled: bool = False  # by the decode node
     drain_by: float | None = None  # once it is stopped: how long its writes in flight may take
     chunk_source: NDArray[np.int64] = field(default_factory=_no_pages)  # pages of the current chunk, here
@@ -102,9 +103,10 @@ class SourceHandoff:
             imm=self.request.imm,
         )
 
-    def submitted(self, layer: int, computed_at: float, transfer: Transfer, block_bytes: int) -> None:
+    def submitted(self, layer: int, times: tuple[float, float], transfer: Transfer, block_bytes: int) -> None:
+        """`times`: when the layer was seen to be computed, and when its writes were handed to the transport."""
         size = block_bytes * transfer.total
-        self._writes.append(_LayerWrite(len(self._chunks) - 1, layer, computed_at, time.monotonic(), transfer, size))
+        self._writes.append(_LayerWrite(len(self._chunks) - 1, layer, *times, transfer, size))
 
     def stop_transfers(self) -> None:
         for write in self._writes:

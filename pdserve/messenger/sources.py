@@ -22,7 +22,7 @@ from pdserve.messenger.layers import LayerWatch
 from pdserve.messenger.meeting import Transports
 from pdserve.messenger.source import SourceHandoff
 from pdserve.messenger.wire import Done, HandoffId, HandoffRequest, NodeCard, Quiesced, Reject, ToDecodeChannel
-from pdserve.types import Incarnation, NodeId, RequestId
+from pdserve.types import Incarnation, NodeId, PageIndex, RequestId
 from transport.api import Transfer
 from transport.errors import TransferCancelled, TransportError
 
@@ -65,6 +65,7 @@ class Sources:
         self._engine: PrefillEngine | None = None
         self._handoffs: dict[HandoffId, SourceHandoff] = {}
         self._by_job: dict[RequestId, HandoffId] = {}
+        self._held: dict[Incarnation, list[PageIndex]] = {}
         self._waiting: deque[HandoffId] = deque()
         self.watch = LayerWatch(parts.memory.geometry.layers)
         self.ends: Ends | None = None
@@ -109,12 +110,23 @@ class Sources:
         source.cancelled = True
         self._stop(source, "cancelled by the decode node")
 
-    def stop_all(self, incarnation: Incarnation, reason: str) -> list[HandoffRequest]:
-        """Those of a decode node that is lost; they end, unanswered, when its link is closed."""
+    def stop_all(self, incarnation: Incarnation, reason: str, *, hold: bool) -> list[HandoffRequest]:
+        """Those of a decode node that is lost; they end, unanswered, when its link is closed.
+
+        With `hold`, pages that writes may have left in flight are quarantined until `release_held`.
+        """
         hit = [source for source in self._handoffs.values() if source.request.source == incarnation]
         for source in hit:
+            source.hold = hold and source.machine.in_flight > 0
             self._stop(source, reason, answer=False)
         return [source.request for source in hit]
+
+    def release_held(self, incarnation: Incarnation) -> None:
+        """That decode node has ended, or has closed its side: it reads nothing of ours any more."""
+        for source in self._handoffs.values():
+            if source.request.source == incarnation:
+                source.hold = False
+        self._parts.pool.release(self._held.pop(incarnation, ()))
 
     # ------------------------------------------------ the engine's work
 
@@ -199,6 +211,9 @@ class Sources:
                 self._engine.cancel_job(source.job_id)
             case h.StopTransfers():
                 source.stop_transfers()
+            case h.FreeSourcePages() if source.hold:
+                self._parts.pool.quarantine(source.pages)
+                self._held.setdefault(source.request.source, []).extend(source.pages)
             case h.FreeSourcePages():
                 self._parts.pool.free(source.pages)
             case h.SendDone(posted) if peer is not None:
@@ -225,6 +240,7 @@ class Sources:
                 self._feed(source, h.TransferEnded(0, None))
                 continue
             write = source.layer_write(layer, self._parts.memory.geometry, peer.source, peer.request.regions[0])
+            posted_at = time.monotonic()
             try:
                 transfer = peer.link.write_paged(write, partial(self._transfer_done, source.request.id, peer))
             except (TransportError, ValueError) as error:
@@ -232,7 +248,7 @@ class Sources:
                     self._post_event(partial(self.ends.broken, peer, str(error)))
                 self._feed(source, h.TransferEnded(0, f"writes cannot be posted: {error}"))
             else:
-                source.submitted(layer, computed_at, transfer, write.block_bytes)
+                source.submitted(layer, (computed_at, posted_at), transfer, write.block_bytes)
 
     def _transfer_done(self, handoff: HandoffId, peer: Destination, transfer: Transfer) -> None:
         self._post_event(lambda: self._transfer_ended(handoff, peer, transfer))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from pdserve.errors import NoNodeAvailable
 from pdserve.openai.backend import Backend
 from pdserve.openai.errors import generation_failed
 from pdserve.text import AnswerText, TextDelta, Tokenizer
@@ -18,7 +19,7 @@ async def answer(backend: Backend, tokenizer: Tokenizer, request: GenerationRequ
     """Text as it comes; the last delta has a finish reason, and by then the backend's generator is closed.
 
     `max_tokens` 0 asks for nothing, and the backend is not troubled. Raises ApiError when the sequence failed, was
-    aborted or just ended.
+    aborted or just ended, NoNodeAvailable when it may work later.
     """
     if request.sampling.max_tokens == 0:
         yield TextDelta("", (), FinishReason.LENGTH)
@@ -26,6 +27,8 @@ async def answer(backend: Backend, tokenizer: Tokenizer, request: GenerationRequ
     text = AnswerText(tokenizer.detokenizer(continues=continues), request.sampling, tokenizer.eos_token_id)
     async with aclosing(backend.generate(request)) as outputs:
         async for output in outputs:
+            if output.finish is FinishReason.ERROR and output.unavailable:
+                raise NoNodeAvailable(output.error or "no node can go on with this request now")
             if output.finish is FinishReason.ERROR:
                 raise generation_failed(output.error or "the generation failed")
             if output.finish is FinishReason.ABORT:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RayError
 
 from actors.ingress import IngressSpec, RayBackend
 from actors.launch import Cluster, launch
@@ -36,14 +38,17 @@ def cluster(tiny_model: Path) -> Iterator[Cluster]:
     """One prefill and two decode nodes, with HTTP."""
     settings = {"model.path": str(tiny_model), "deployment.prefill": 1, "deployment.decode": 2, **TINY_ENGINE}
     with launch(load_settings(None, settings)) as started:
+        pids = {card.pid for card in started.cards().values()}
         yield started
-    assert_nothing_left()
+    assert_nothing_left(pids)
 
 
-def assert_nothing_left() -> None:
-    import ray
-
-    assert not ray.is_initialized()
+def assert_nothing_left(pids: set[int]) -> None:
+    """Neither the nodes' processes nor what their transports keep in /dev/shm."""
+    assert pids
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists(), f"process {pid} is still there"
+        assert not list(Path("/dev/shm").glob(f"{pid}:*")), f"process {pid} left files in /dev/shm"
 
 
 def backend_of(cluster: Cluster) -> RayBackend:
@@ -70,10 +75,12 @@ def tokens_of(outputs: list[SequenceOutput]) -> list[int]:
 
 
 def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
-    """The condition's first true value."""
+    """The condition's first true value; a node that is being restarted makes it false."""
     deadline = time.monotonic() + timeout_s
     while True:
-        value = condition()
+        value: Any = None
+        with contextlib.suppress(RayError):
+            value = condition()
         if value:
             return value
         assert time.monotonic() < deadline, f"did not come true in {timeout_s} s: {what}"

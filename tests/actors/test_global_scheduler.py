@@ -19,7 +19,7 @@ from policies.sharding import LayerGroup, ParallelLayout
 def card(name: str, role: Role, fingerprint: str = "f") -> NodeCard:
     return NodeCard(
         node_id=NodeId(name),
-        incarnation=Incarnation(1),
+        incarnation=Incarnation(hash(name) % 2**32),
         role=role,
         host="h",
         pid=1,
@@ -63,7 +63,7 @@ def test_decode_nodes_hear_of_the_prefill_nodes_that_fit() -> None:
         await scheduler.report(home, snapshot(home))
         assert (await scheduler.health())[0]
         placement = await scheduler.pick(10)
-        assert (placement.prefill, placement.decode) == (fits, "d0")
+        assert (placement.prefill, placement.decode) == (fits, home)
 
     asyncio.run(scenario())
 
@@ -74,9 +74,9 @@ def test_what_was_sent_counts_until_the_next_report() -> None:
         cards = [card("p0", Role.PREFILL), card("d0", Role.DECODE), card("d1", Role.DECODE)]
         for each in cards:
             await scheduler.report(each, snapshot(each))
-        assert [(await scheduler.pick(10)).decode for _ in range(4)] == ["d0", "d1", "d0", "d1"]
+        assert [(await scheduler.pick(10)).decode.node_id for _ in range(4)] == ["d0", "d1", "d0", "d1"]
         await scheduler.report(cards[1], replace(snapshot(cards[1]), running=5))
-        assert (await scheduler.pick(10)).decode == "d1"
+        assert (await scheduler.pick(10)).decode.node_id == "d1"
 
     asyncio.run(scenario())
 
@@ -91,7 +91,12 @@ def test_a_lost_node_is_not_used_until_it_reports_again() -> None:
         with pytest.raises(NoNodeAvailable):
             await scheduler.pick(10)
         await scheduler.report(decode, snapshot(decode))
-        assert (await scheduler.pick(10)).decode == "d0"
+        with pytest.raises(NoNodeAvailable, match="without d0, lost a moment ago"):
+            await scheduler.pick(10, frozenset({decode.incarnation}))
+        restarted = replace(decode, incarnation=Incarnation(99))
+        await scheduler.report(restarted, snapshot(restarted))
+        assert (await scheduler.pick(10, frozenset({decode.incarnation}))).decode == restarted
+        assert (await scheduler.pick(10)).decode.node_id == "d0"
         assert await scheduler.another_prefill(decode.node_id, frozenset({prefill.node_id})) is None
         assert await scheduler.another_prefill(decode.node_id, frozenset()) == prefill
 

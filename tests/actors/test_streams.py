@@ -26,21 +26,40 @@ def test_a_step_is_one_item_per_replica_and_what_piles_up_is_merged() -> None:
         streams.emit((output("a", 6, finish=FinishReason.STOP), output("b", 7)))
         await asyncio.sleep(0)
         assert [o.tokens for o in await anext(reading)] == [(5,), (6,), (7,)]
-        streams.close()
+        # A second stream of the same replica takes over, and nothing of a step is lost or sent twice.
+        streams.emit((output("b", 8),))
+        await asyncio.sleep(0)
+        second = streams.stream("r1")
+        assert await anext(second) == (output("b", 8),)
         assert [item async for item in reading] == []
-        assert streams.abandoned(-1.0) == ["b", "c"]
-        assert streams.abandoned(60.0) == []
+        assert streams.expire(60.0) == []
+        assert streams.expire(-1.0) == ["b", "c"]
+        assert [item async for item in second] == []
+        streams.emit((output("b", 9),))  # nobody's any more
+
+    asyncio.run(scenario())
+
+
+def test_close_ends_every_stream() -> None:
+    async def scenario() -> None:
+        streams = OutputStreams(asyncio.get_running_loop())
+        reading = asyncio.create_task(anext(streams.stream("r1"), None))
+        await asyncio.sleep(0)
+        streams.close()
+        assert await reading is None
 
     asyncio.run(scenario())
 
 
 def test_what_was_streamed_becomes_prompt_and_is_not_asked_for_again() -> None:
     asked = GenerationRequest(RequestId("r"), (1, 2), SamplingParams(max_tokens=10, min_tokens=3))
-    rest = _continued(asked, [7, 8, 9, 10])
+    rest = _continued(asked, [7, 8, 9, 10], 1)
     assert rest.prompt == (1, 2, 7, 8, 9, 10)
     assert (rest.sampling.max_tokens, rest.sampling.min_tokens) == (6, 0)
     assert rest.request_id != asked.request_id
-    assert _continued(asked, []) is asked
+    assert _continued(asked, [], 0) is asked
+    # Nothing was streamed, yet the lost node may still have it under the old id.
+    assert _continued(asked, [], 1).request_id not in (asked.request_id, _continued(asked, [], 2).request_id)
 
 
 def test_node_metrics_are_one_family_each() -> None:

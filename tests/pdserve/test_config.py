@@ -61,7 +61,7 @@ def test_empty_files_and_sections_mean_the_defaults(tmp_path: Path, text: str) -
         ("engine: {max_batch: 0}", "engine.max_batch: got 0, allowed: a whole number, at least 1"),
         ("engine: {max_batch: 1.5}", "engine.max_batch: got 1.5, allowed: a whole number, at least 1"),
         ("engine: {max_batch: true}", "engine.max_batch: got True, allowed: a whole number, at least 1"),
-        ("engine: {max_model_len: x}", "engine.max_model_len: got 'x', allowed: a whole number or null, at least 2"),
+        ("engine: {max_model_len: x}", "engine.max_model_len: got 'x', allowed: a whole number or null, at least 4"),
         ("engine: {deterministic: 1}", "engine.deterministic: got 1, allowed: true or false"),
         ("http: {port: 65536}", "http.port: got 65536, allowed: a whole number, at least 0, at most 65535"),
         ("http: {host: 8}", "http.host: got 8, allowed: text"),

@@ -44,6 +44,16 @@ def test_failover_stays_with_the_decode_node_and_its_kind() -> None:
     assert least_loaded_prefill(nodes, NodeId("d0"), frozenset({NodeId("p0"), NodeId("p1")})) is None
 
 
+def test_a_decode_node_takes_only_from_prefill_nodes_that_it_has_verified() -> None:
+    proven, new = (
+        node("p0", Role.PREFILL, queued_prefill_tokens=50),
+        node("p1", Role.PREFILL, incarnation=Incarnation(2)),
+    )
+    home = node("d0", Role.DECODE, verified=frozenset({Incarnation(1)}))
+    assert least_loaded_pair([proven, new, home], 8) == Pair(NodeId("p0"), NodeId("d0"))
+    assert least_loaded_prefill([new, home], NodeId("d0")) is None
+
+
 snapshots = st.lists(
     st.builds(
         NodeSnapshot,

@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 
 from transport.errors import FabricError, LinkClosed, TransportError
 from transport.fabric import abi, calls
 from transport.fabric.domain import Domain, Region
 from transport.fabric.posting import Loops, Poster, Slots
+from transport.inbox import attempted
 from transport.outgoing import Outbox, Outgoing
 
 log = logging.getLogger(__name__)
 
 _ETIMEDOUT = 110
+_MOST_PHANTOMS = 1000
+"""How many times in a row a queue may announce an error that it then does not hand out."""
 
 
 class Lane:
-    """Raises FabricError from its constructor and `connect`."""
+    """Raises FabricError from its constructor and `connect`.
+
+    `pump` raises when the queue cannot be used any more: then only `fail` is left.
+    """
 
     def __init__(self, domain: Domain, loops: Loops, outbox: Outbox, stall_timeout_s: float) -> None:
         self._domain, self._outbox, self._stall_timeout_s = domain, outbox, stall_timeout_s
@@ -33,6 +41,13 @@ class Lane:
         self._dest = abi.FI_ADDR_NOTAVAIL
         self._regions: list[Region] = []
         self._stalled_since: float | None = None
+        self._phantoms = 0
+        self._own_error: TransportError | None = None
+
+    @property
+    def error(self) -> TransportError | None:
+        """See `transport.api.Link.error`."""
+        return self.outgoing.error or self._own_error
 
     @property
     def blocked(self) -> bool:
@@ -43,13 +58,22 @@ class Lane:
         """`region` is exposed to this lane's peer: it ends with the lane."""
         self._regions.append(region)
 
+    def check_open(self) -> None:
+        """Raises LinkClosed. What is asked of a lane may come after it has ended."""
+        if self.closed:
+            why = f"is broken: {self.error}" if self.error is not None else "is closed"
+            raise LinkClosed(f"the link to {self.peer or 'its peer'} {why}")
+
     def connect(self, name: bytes, window: int, peer: str) -> None:
+        self.check_open()
         self._dest = self.endpoint.insert(name)
         self._slots = Slots(min(window, self._domain.tx_depth))
         self.peer = peer
 
     def pump(self, entries: int = 0) -> bool:
         """Drains, then posts. `entries` are in the poster's buffer already. True if anything moved."""
+        if self.closed:
+            return False
         moved = self._drain(entries)
         return self._post() or moved
 
@@ -63,19 +87,33 @@ class Lane:
         self.break_off(LinkClosed(f"the link to {self.peer or 'its peer'} was closed"))
         return healthy and self.outgoing.in_flight > 0 and self._domain.profile.linger_s > 0
 
+    def fail(self, error: TransportError) -> None:
+        """The queue cannot be used: closes, and ends every transfer with `error`. What had completed counts."""
+        self.break_off(error)
+        self.close()
+
     def close(self) -> None:
-        """Revokes, closes, drains; then every transfer is done. `begin_close` comes first. Idempotent."""
+        """Revokes, closes, drains; then every transfer is done. `begin_close` comes first. Idempotent.
+
+        Each step is taken whatever the others raise; `error` says so if one that revokes has failed.
+        """
         if self.closed:
             return
         self.closed = True
-        self._drain()
+        attempted(self._drain, "the last reading of a link's queue")
         for region in self._regions:
-            self._domain.release(region)
-        self.endpoint.close_ep()
+            self._revoke(partial(self._domain.release, region))
+        self._revoke(self.endpoint.close_ep)
         # From the first region's close on an immediate may come without its payload: it must not be counted.
-        self._drain(count_imms=False)
-        self.endpoint.close()
+        attempted(partial(self._drain, count_imms=False), "the emptying of a closed link's queue")
+        attempted(self.endpoint.close, "closing a link's queue")
         self.outgoing.abandon()
+
+    def _revoke(self, step: Callable[[], None]) -> None:
+        error = attempted(step, "closing a link")
+        if error is not None and self._own_error is None:
+            text = f"closing the link failed, so its peer may still write to what was exposed: {error}"
+            self._own_error = TransportError(text)
 
     def _drain(self, entries: int = 0, count_imms: bool = True) -> bool:
         moved = False
@@ -88,26 +126,33 @@ class Lane:
             if len(drained.tickets):
                 self.outgoing.completed(drained.tickets)
             if drained.code == -abi.FI_EAVAIL:
+                if not self._take_error():
+                    return moved
                 moved = True
-                self._take_error()
-            elif drained.code <= 0:
-                if drained.code not in (0, -abi.FI_EAGAIN):
-                    self.break_off(self._error("fi_cq_read", drained.code))
+            elif drained.code in (0, -abi.FI_EAGAIN):
                 return moved
+            elif drained.code < 0:
+                raise self._error("fi_cq_read", drained.code)
 
-    def _take_error(self) -> None:
+    def _take_error(self) -> bool:
+        """False if the queue has announced an error and has none."""
         code, entry = calls.read_error(self.poster.cq)
-        if code < 0:
-            if code != -abi.FI_EAGAIN:
-                self.break_off(self._error("fi_cq_readerr", code))
-            return
+        if code in (0, -abi.FI_EAGAIN) and self._phantoms < _MOST_PHANTOMS:
+            self._phantoms += 1
+            return False
+        if code <= 0:
+            raise self._error("fi_cq_readerr", code or -abi.FI_EAGAIN)
+        self._phantoms = 0
         error = self._error("write", entry.err, posted=True)
         ticket = self._slots.release(entry.op_context or 0)
         if ticket is None:
+            # Something of the peer has failed here. This side's writes go on, and fail by themselves if they must.
             log.warning("%s (not a write of this side)", error)
-            return
+            self._own_error = self._own_error or error
+            return True
         self._stalled_since = None
         self.outgoing.failed(ticket, error)
+        return True
 
     def _post(self) -> bool:
         moved = False

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 
 from transport.api import Memory
-from transport.errors import LinkClosed, TransportClosed, TransportError
+from transport.errors import TransportClosed, TransportError, TransportFailed
 from transport.fabric.domain import Domain, Region
 from transport.fabric.lane import Lane
 from transport.fabric.posting import Loops, Rest, precise_sleep
 from transport.imm import ImmediateCounters
-from transport.inbox import Inbox
+from transport.inbox import Inbox, attempted
 from transport.outgoing import Outbox
 
 log = logging.getLogger(__name__)
@@ -29,10 +31,14 @@ _IDLE_TOTAL_NS = 1_000_000_000
 
 
 class Worker:
-    """Owns the domain and its lanes. Public methods may be called from any thread, callbacks included."""
+    """Owns the domain and its lanes. Public methods may be called from any thread, callbacks included.
+
+    `error` is what ended the thread, None in an orderly life. Either way nobody is left waiting for it.
+    """
 
     def __init__(self, domain: Domain, loops: Loops, counters: ImmediateCounters, stall_timeout_s: float) -> None:
         self.outbox = Outbox()
+        self.error: TransportFailed | None = None
         self._domain, self._loops, self._counters = domain, loops, counters
         self._stall_timeout_s = stall_timeout_s
         self._rest = Rest(loops)
@@ -80,7 +86,8 @@ class Worker:
         """Closes all lanes, joins the thread, closes the domain. Raises TransportError when called from a callback."""
         if self.inbox.on_worker:
             raise TransportError("a transport cannot be closed from its own callbacks")
-        self.inbox.send(self._stop)
+        with suppress(TransportClosed):  # the thread has ended by an error, or is about to
+            self.inbox.send(self._stop)
         self._thread.join()
 
     def _stop(self) -> None:
@@ -95,30 +102,34 @@ class Worker:
         return lane
 
     def _expose(self, lane: Lane, memory: Memory) -> Region:
-        if lane.closed:
-            raise LinkClosed("the link is closed")
+        lane.check_open()
         region = self._domain.expose(memory)
         lane.keep(region)
         return region
 
     def _begin_close(self, lane: Lane, closed: threading.Event) -> None:
-        if lane.begin_close():
-            self._lingering.append((lane, time.monotonic() + self._domain.profile.linger_s, closed))
-        else:
-            self._end_lane(lane)
-            self._closed_now.append(closed)
+        lingers = False
+        try:
+            lingers = lane.begin_close()
+        finally:
+            if lingers:
+                self._lingering.append((lane, time.monotonic() + self._domain.profile.linger_s, closed))
+            else:
+                self._end_lane(lane)
+                self._closed_now.append(closed)
 
     def _close_here(self, lanes: list[Lane]) -> None:
         deadline = time.monotonic() + self._domain.profile.linger_s
         lingering = [lane for lane in lanes if lane.begin_close()]
         while any(lane.outgoing.in_flight for lane in lingering) and time.monotonic() < deadline:
             for lane in lingering:
-                lane.pump()
+                self._pump(lane)
         for lane in lanes:
             self._end_lane(lane)
 
-    def _end_lane(self, lane: Lane) -> None:
-        lane.close()
+    def _end_lane(self, lane: Lane, error: TransportError | None = None) -> None:
+        """Whatever closing does, the lane is not looked at again."""
+        attempted(lane.close if error is None else partial(lane.fail, error), "closing a link")
         if lane in self._lanes:
             self._lanes.remove(lane)
         self._watch()
@@ -134,38 +145,47 @@ class Worker:
         self._rest.watch([lane.poster for lane in self._lanes])
 
     def _run(self) -> None:
-        precise_sleep()
         self.inbox.attach()
-        while not self._stopping:
-            moved = self.inbox.take()
-            for lane in self._lanes:
-                moved = self._pump(lane) or moved
-            if self._lingering:
-                self._end_lingering()
-            self._call_back()
-            if moved:
-                self._sleep_ns = _SHORTEST_NS
-            else:
-                self._wait()
+        try:
+            precise_sleep()
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            log.critical("the transport's worker thread failed", exc_info=True)
+            self.error = TransportFailed(f"the transport's worker thread has failed, open a new transport: {error!r}")
         self._end()
+
+    def _turn(self) -> None:
+        moved = self.inbox.take()
+        for lane in tuple(self._lanes):
+            moved = self._pump(lane) or moved
+        if self._lingering:
+            self._end_lingering()
+        self._call_back()
+        if moved:
+            self._sleep_ns = _SHORTEST_NS
+        else:
+            self._wait()
 
     def _pump(self, lane: Lane, entries: int = 0) -> bool:
         try:
             return lane.pump(entries)
         except Exception as error:
-            log.exception("the link to %s failed", lane.peer or "a peer")
-            lane.break_off(TransportError(f"the link failed: {error}"))
+            log.exception("the link to %s failed and is closed", lane.peer or "a peer")
+            failure = error if isinstance(error, TransportError) else TransportError(f"the link failed: {error!r}")
+            self._end_lane(lane, failure)
             return True
 
     def _wait(self) -> None:
         """Rests until there is something to do; what a queue had is taken at once."""
+        # First, so that who begins to wait after `busy` is known wakes this thread.
+        if not self.inbox.begin_rest():
+            return
         busy = bool(self._lingering) or self._counters.waiting > 0 or any(lane.outgoing.busy for lane in self._lanes)
         blocked = any(lane.blocked for lane in self._lanes)
         longest = _BUSY_NS if busy else _IDLE_NS if self._lanes else _IDLE_TOTAL_NS
         total = _BLOCKED_NS if blocked else _BUSY_TOTAL_NS if busy else _IDLE_TOTAL_NS
         spins = _SPINS if self._sleep_ns <= _SHORTEST_NS and self._lanes else 0
-        if not self.inbox.begin_rest():
-            return
         queue, code, self._sleep_ns = self._rest(spins, min(self._sleep_ns, longest), longest, total)
         self.inbox.end_rest()
         if queue >= 0:
@@ -173,15 +193,23 @@ class Worker:
             self._pump(self._lanes[queue], max(code, 0))
 
     def _call_back(self) -> None:
-        self.outbox.deliver(self._counters)
-        for event in self._closed_now:
-            event.set()
-        self._closed_now.clear()
+        try:
+            self.outbox.deliver(self._counters)
+        finally:
+            for event in self._closed_now:
+                event.set()
+            self._closed_now.clear()
 
     def _end(self) -> None:
+        self._stopping = True
         self._closed_now.extend(closed for _, _, closed in self._lingering)
-        self._close_here(list(self._lanes))
-        self.inbox.end()
-        self._call_back()
-        self._domain.close()
+        close = self._close_here if self.error is None else self._fail_all
+        attempted(partial(close, list(self._lanes)), "closing the links of a transport")
+        attempted(partial(self.inbox.end, self.error), "ending a transport")
+        attempted(self._call_back, "the last callbacks of a transport")
+        attempted(self._domain.close, "closing a domain")
         self._rest.close()
+
+    def _fail_all(self, lanes: list[Lane]) -> None:
+        for lane in lanes:
+            self._end_lane(lane, self.error)

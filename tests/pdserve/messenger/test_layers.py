@@ -47,8 +47,7 @@ class SlowWatcher:
     def __init__(self) -> None:
         self.step = 0
         self.all_queued = threading.Event()
-        self._held = threading.Event()
-        self._go_on = threading.Event()
+        self._held, self._looks, self._goes_on = threading.Event(), threading.Event(), threading.Event()
         self.mailbox: Mailbox[Any] | None = None
 
     def __call__(self, layer: int) -> None:
@@ -56,17 +55,24 @@ class SlowWatcher:
         if self.step == 1:
             assert self.all_queued.wait(PATIENCE_S)
         elif (self.step, layer) == (2, 0):
-            assert self.mailbox is not None
-            self.mailbox.post(self._hold)
-            assert self._held.wait(PATIENCE_S)
+            self._hold(self._looks)
+            self._hold(self._goes_on)  # else the news of the failure would stop at once what that look began
         elif (self.step, layer) == (2, 1):
             raise RuntimeError("a kernel has failed")
         elif (self.step, layer) == (3, 1):
-            self._go_on.set()  # layer 0 of this step has moved the counter to where step 2 would have ended
+            # Layer 0 of this step has moved the counter to where step 2 would have ended.
+            self._looks.set()
+            self._goes_on.wait(0.1)  # time for writes to land that should not be
+            self._goes_on.set()
 
-    def _hold(self) -> None:
+    def _hold(self, until: threading.Event) -> None:
+        assert self.mailbox is not None
+        self.mailbox.post(lambda: self._wait(until))
+        assert until is self._goes_on or self._held.wait(PATIENCE_S)
+
+    def _wait(self, until: threading.Event) -> None:
         self._held.set()
-        assert self._go_on.wait(PATIENCE_S)
+        assert until.wait(PATIENCE_S)
 
 
 def test_nothing_is_concluded_about_a_failed_step_from_the_next_one(network: Network) -> None:

@@ -27,7 +27,7 @@ from transport.engine import TransferEngine
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def provider(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
