@@ -13,13 +13,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import ray
-from ray import serve
 from ray.exceptions import GetTimeoutError, RayError
 
 from actors.colocated_node import ColocatedNode
 from actors.decode_node import DecodeNode
 from actors.global_scheduler import GlobalScheduler
-from actors.ingress import IngressSpec, ingress_application
 from actors.local_ray import start_local_ray
 from actors.names import APPLICATION, NAMESPACE, SCHEDULER, node_handle
 from actors.node_core import NodeSpec
@@ -177,6 +175,10 @@ class Cluster:
             time.sleep(0.1)
 
     def _serve(self) -> None:
+        from ray import serve  # 2 s that a cluster without HTTP need not wait for
+
+        from actors.ingress import IngressSpec, ingress_application
+
         http = self.settings.http
         port = http.port or _free_port(http.host)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -215,7 +217,9 @@ class Cluster:
 
     def _close_nodes(self) -> None:
         if self.url:
-            _quietly(lambda: serve.delete(APPLICATION))
+            from ray import serve
+
+            _quietly(partial(serve.delete, APPLICATION))
         with contextlib.suppress(RayError):  # restarted nodes have new pids
             cards = ray.get([handle.card.remote() for handle in self.nodes.values()], timeout=CARDS_S)
             self._pids.update(card.pid for card in cards)

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from ray.exceptions import RayError
 
 from actors.names import scheduler_handle
@@ -54,7 +53,6 @@ class NodeCore:
         self.spec = spec
         if spec.core is not None:
             os.sched_setaffinity(0, {spec.core})
-        torch.set_num_threads(spec.settings.engine.threads)
         settings = spec.settings.engine
         self.model = load_model(spec.model_path, settings.dtype, deterministic=settings.deterministic)
         self.geometry = page_geometry(self.model.config, settings)

@@ -65,6 +65,8 @@ class LoopbackLink:
         self._exposed: dict[int, LoopbackExposure] = {}
         self._landing = threading.Lock()
         self.closed = False
+        """Nothing lands any more: its owner has closed it, or it has broken down."""
+        self._closed_by_owner = False
         self.silent = False
         self.target: bytes | None = None
         self.peer = ""
@@ -85,6 +87,8 @@ class LoopbackLink:
 
     def expose(self, memory: Memory) -> LoopbackExposure:
         self._check_open()
+        if self.closed:
+            raise LinkClosed(f"the link to {self.peer or 'its peer'} is broken: {self.error}")
         exposure = LoopbackExposure(memory)
         with self._landing:
             self._exposed[exposure.descriptor.key] = exposure
@@ -109,6 +113,7 @@ class LoopbackLink:
         return self._submit(immediate_order(target, imm, PROVIDER), on_done)
 
     def close(self) -> None:
+        self._closed_by_owner = True
         self._end()
 
     def break_down(self, error: TransportError) -> None:
@@ -159,7 +164,7 @@ class LoopbackLink:
             self._home.inbox.send(lambda: self.outgoing.cancel(transfer))
 
     def _check_open(self) -> None:
-        if self.closed:
+        if self._closed_by_owner:
             raise LinkClosed(f"the link to {self.peer or 'its peer'} is closed")
 
     def __enter__(self) -> Self:

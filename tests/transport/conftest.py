@@ -150,6 +150,16 @@ class PeerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def shut(self) -> bool:
+        """Ends what it does for a test; False if it cannot go on to the next."""
+        if self._process.poll() is not None:
+            return False
+        try:
+            self.ask("shut")
+        except Exception:
+            return False
+        return True
+
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
@@ -263,18 +273,31 @@ class RemoteImmediates:
         return int(self._peer.ask("overflow"))
 
 
+_idle: list[PeerProcess] = []
+"""Processes that a test is done with and has not killed: starting one takes seconds where the cores are busy."""
+
+
+@atexit.register
+def _close_idle() -> None:
+    for peer in _idle:
+        peer.close()
+
+
 @pytest.fixture
 def peers() -> Iterator[Callable[[], PeerProcess]]:
     started: list[PeerProcess] = []
 
     def start() -> PeerProcess:
-        started.append(PeerProcess())
+        started.append(_idle.pop() if _idle else PeerProcess())
         return started[-1]
 
     yield start
     for peer in started:
-        peer.kill()
-        remove_leftovers(peer.pid)
+        if peer.shut():
+            _idle.append(peer)
+        else:
+            peer.kill()
+            remove_leftovers(peer.pid)
 
 
 @pytest.fixture

@@ -29,7 +29,9 @@ class Peer:
         self.engine = TransferEngine(provider, calls=calls, stall_timeout_s=2.0)
 
     def shut(self) -> None:
-        self.engine.close()
+        self.stopping = True
+        if hasattr(self, "engine"):
+            self.engine.close()
         self.kept.clear()
         self.fired_handles.clear()
 

@@ -206,8 +206,9 @@ def test_close_ends_every_transfer(make_pair):
     assert all(transfer.done for transfer in transfers) and len(done) == 3
     assert isinstance(transfers[-1].error, LinkClosed) and transfers[-1].posted == 0
     assert transfers[0].completed <= transfers[0].posted < transfers[0].total
-    assert pair.link.in_flight == 0
+    assert pair.link.in_flight == 0 and pair.link.error is None
     pair.link.close()
+    assert pair.link.error is None
     with pytest.raises(LinkClosed):
         pair.paged(IMM)
 
@@ -310,6 +311,7 @@ def test_close_of_the_transport(make_pair):
     pair.sender.close()
     assert transfer.done and transfer.error is not None
     pair.sender.close()
+    assert pair.sender.error is None and pair.link.error is None
     with pytest.raises((TransportClosed, LinkClosed)):
         pair.paged(IMM)
     with pytest.raises(TransportClosed):

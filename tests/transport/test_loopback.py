@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 from transport.api import Memory, PagedWrite, Transport, make_imm
-from transport.errors import LinkClosed, PeerLost
+from transport.errors import LinkClosed, PeerLost, TransportError, TransportFailed
 from transport.loopback import LoopbackNet, LoopbackTransport
 
 IMM = make_imm(1, 1)
@@ -84,6 +86,38 @@ def test_silent_receiver_is_noticed_by_nobody():
         assert not transfer.wait(0.1) and transfer.posted == 32
         s.link.close()
         assert isinstance(transfer.error, LinkClosed) and transfer.posted == 32 and transfer.completed == 0
+
+
+def test_a_link_that_breaks_down_says_so_to_both_sides():
+    with Setup(delay_s=(0.001, 0.005)) as s:
+        transfer, fault = s.write(), TransportError("the queue is broken")
+        assert s.remote.error is None and s.link.error is None
+        s.remote.break_down(fault)
+        assert s.remote.error is fault
+        with pytest.raises(LinkClosed, match="the queue is broken"):
+            s.remote.expose(Memory(int(s.target.ctypes.data), s.target.nbytes))
+        assert transfer.wait(10) and isinstance(s.link.error, PeerLost)
+        s.remote.close()
+        s.link.close()
+        assert s.remote.error is fault and isinstance(s.link.error, PeerLost)
+
+
+def test_a_worker_that_fails_leaves_nobody_waiting(caplog):
+    with Setup(delay_s=(60.0, 60.0)) as s:
+        transfer = s.write()
+        while not transfer.posted:
+            time.sleep(0.001)
+        s.sender._land_due = lambda: 1 / 0
+        s.sender.inbox.send(lambda: None)
+        assert transfer.wait(10) and transfer.posted == 32 and transfer.completed == 0
+        assert isinstance(transfer.error, TransportFailed) and s.link.error is transfer.error is s.sender.error
+        with pytest.raises(TransportFailed, match="ZeroDivisionError"):
+            s.sender.open_link()
+        with pytest.raises(TransportFailed):
+            s.write()
+        s.link.close()
+        s.sender.close()
+    assert "worker thread failed" in caplog.text
 
 
 def test_nets_are_apart():

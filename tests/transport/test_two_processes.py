@@ -29,7 +29,7 @@ def _unused(_):
 
 
 class Receiver:
-    """This process: a link of its own, with memory of its own, towards one writer process."""
+    """This process: a link of its own, with memory of its own, towards one writer process that is open already."""
 
     def __init__(self, engine, peer, provider, slot):
         self.memory = np.zeros(BLOCK * BLOCKS, np.uint8)
@@ -38,7 +38,6 @@ class Receiver:
         self.link = engine.open_link()
         descriptor = self.link.expose(Memory(int(self.memory.ctypes.data), self.memory.nbytes)).descriptor
         engine.immediates.arm(self.imm, 1 << 40, _unused)
-        peer.ask("open", provider)
         peer.ask("stream", self.link.address, descriptor, BLOCK, BLOCKS, self.imm)
 
     @property
@@ -46,11 +45,22 @@ class Receiver:
         return self.engine.immediates.received(self.imm)
 
 
+def _opened(provider, peers, count):
+    """Processes that start side by side, before any of them keeps the cores busy.
+
+    They only write, and may do without the compiled loops, which take seconds to load.
+    """
+    started = [peers() for _ in range(count)]
+    for peer in started:
+        peer.ask("open", provider, "ctypes")
+    return started
+
+
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_after_close_nothing_lands_and_others_go_on(provider, open_engine, peers):
     engine = open_engine(provider)()
     with engine:
-        cut, other = (Receiver(engine, peer, provider, slot) for slot, peer in ((1, peers()), (2, peers())))
+        cut, other = (Receiver(engine, peer, provider, 1 + n) for n, peer in enumerate(_opened(provider, peers, 2)))
         _eventually(lambda: cut.received > 4 * BLOCKS and other.received > 4 * BLOCKS)
         cut.link.close()
         bytes_then, received_then, late_then = cut.memory.copy(), cut.received, engine.immediates.late
@@ -75,7 +85,7 @@ def test_after_close_nothing_lands_and_others_go_on(provider, open_engine, peers
 def test_a_writer_learns_that_it_was_cut_off(provider, open_engine, peers):
     engine = open_engine(provider)()
     with engine:
-        cut = Receiver(engine, peers(), provider, 1)
+        cut = Receiver(engine, *_opened(provider, peers, 1), provider, 1)
         _eventually(lambda: cut.received > BLOCKS)
         cut.link.close()
         _eventually(lambda: cut.peer.ask("last_error") is not None)
@@ -86,7 +96,7 @@ def test_a_writer_learns_that_it_was_cut_off(provider, open_engine, peers):
 
 def _sending(engine, peer, provider):
     """A transfer to another process that is under way, and never ends on its own."""
-    peer.ask("open", provider)
+    peer.ask("open", provider, "ctypes")
     handle, address = peer.ask("open_link")
     descriptor = peer.ask("expose", handle, BLOCK * BLOCKS)
     source = np.ones(BLOCK * BLOCKS, np.uint8)
@@ -133,7 +143,7 @@ def test_peer_that_is_not_there_is_lost_after_the_stall_timeout(provider, open_e
     engine = open_engine(provider)()
     with engine:
         peer = peers()
-        peer.ask("open", provider)
+        peer.ask("open", provider, "ctypes")
         handle, address = peer.ask("open_link")
         descriptor = peer.ask("expose", handle, BLOCK)
         peer.kill()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from transport.errors import FabricError, LinkClosed, TransportError
@@ -100,12 +101,12 @@ class Lane:
         if self.closed:
             return
         self.closed = True
-        attempted(self._drain, "the last reading of a link's queue")
+        attempted(self._drain_last, "the last reading of a link's queue")
         for region in self._regions:
             self._revoke(partial(self._domain.release, region))
         self._revoke(self.endpoint.close_ep)
         # From the first region's close on an immediate may come without its payload: it must not be counted.
-        attempted(partial(self._drain, count_imms=False), "the emptying of a closed link's queue")
+        attempted(partial(self._drain_last, count_imms=False), "the emptying of a closed link's queue")
         attempted(self.endpoint.close, "closing a link's queue")
         self.outgoing.abandon()
 
@@ -114,6 +115,10 @@ class Lane:
         if error is not None and self._own_error is None:
             text = f"closing the link failed, so its peer may still write to what was exposed: {error}"
             self._own_error = TransportError(text)
+
+    def _drain_last(self, count_imms: bool = True) -> None:
+        with suppress(FabricError):  # a queue that cannot be read has nothing more to give
+            self._drain(count_imms=count_imms)
 
     def _drain(self, entries: int = 0, count_imms: bool = True) -> bool:
         moved = False
@@ -143,12 +148,15 @@ class Lane:
         if code <= 0:
             raise self._error("fi_cq_readerr", code or -abi.FI_EAGAIN)
         self._phantoms = 0
-        error = self._error("write", entry.err, posted=True)
+        error: TransportError = self._error("write", entry.err, posted=True)
+        if self.closed and entry.err == abi.FI_ECANCELED:  # flushed by the close, which has its own reason
+            error = self.outgoing.broken or error
         ticket = self._slots.release(entry.op_context or 0)
         if ticket is None:
             # Something of the peer has failed here. This side's writes go on, and fail by themselves if they must.
-            log.warning("%s (not a write of this side)", error)
-            self._own_error = self._own_error or error
+            if not self.closed:
+                log.warning("%s (not a write of this side)", error)
+                self._own_error = self._own_error or error
             return True
         self._stalled_since = None
         self.outgoing.failed(ticket, error)

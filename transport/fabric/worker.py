@@ -120,12 +120,14 @@ class Worker:
 
     def _close_here(self, lanes: list[Lane]) -> None:
         deadline = time.monotonic() + self._domain.profile.linger_s
-        lingering = [lane for lane in lanes if lane.begin_close()]
-        while any(lane.outgoing.in_flight for lane in lingering) and time.monotonic() < deadline:
-            for lane in lingering:
-                self._pump(lane)
-        for lane in lanes:
-            self._end_lane(lane)
+        try:
+            lingering = [lane for lane in lanes if lane.begin_close()]
+            while any(lane.outgoing.in_flight for lane in lingering) and time.monotonic() < deadline:
+                for lane in lingering:
+                    self._pump(lane)
+        finally:
+            for lane in lanes:
+                self._end_lane(lane)
 
     def _end_lane(self, lane: Lane, error: TransportError | None = None) -> None:
         """Whatever closing does, the lane is not looked at again."""
