@@ -37,7 +37,7 @@ class ColocatedNode:
         self._engine.start()
         loop = asyncio.get_running_loop()
         self._leases = loop.create_task(self._streams.keep_leases(LEASE_S, self._engine.cancel))
-        self._reporter = Reporter(core.card, self._snapshot)
+        self._reporter = Reporter(core, self._snapshot)
 
     def _snapshot(self) -> NodeSnapshot:
         return self._core.snapshot(self._engine, ready=True)

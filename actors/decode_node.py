@@ -85,7 +85,7 @@ class DecodeNode:
         self._receiver.attach(self._engine)
         self._engine.start()
         self._leases = self._loop.create_task(self._streams.keep_leases(LEASE_S, self._receiver.cancel))
-        self._reporter = Reporter(core.card, self._snapshot, self._on_peers)
+        self._reporter = Reporter(core, self._snapshot, self._on_peers)
 
     # ------------------------------------------------ requests
 

@@ -134,10 +134,13 @@ OnPeers = Callable[[list[NodeCard]], None]
 
 
 class Reporter:
-    """A thread that tells the global scheduler how this node is, and hears which prefill nodes there are."""
+    """A thread that tells the global scheduler how this node is, and hears which prefill nodes there are.
 
-    def __init__(self, card: NodeCard, report: Report, on_peers: OnPeers | None = None) -> None:
-        self._card = card
+    It also ends the process when the transport's worker has died, which nothing here can mend: Ray restarts the node.
+    """
+
+    def __init__(self, core: NodeCore, report: Report, on_peers: OnPeers | None = None) -> None:
+        self._core = core
         self._report = report
         self._on_peers = on_peers
         self._stop = threading.Event()
@@ -150,8 +153,14 @@ class Reporter:
 
     def _run(self) -> None:
         while not self._stop.wait(REPORT_S):
+            fault = self._core.transports.fault()
+            if fault is not None:
+                _log.critical("%s ends, to be restarted: its transport has failed: %s", self._core.spec.node_id, fault)
+                os._exit(1)
             try:
-                peers = scheduler_handle().report.remote(self._card, self._report()).future().result(REPORT_TIMEOUT_S)
+                peers = (
+                    scheduler_handle().report.remote(self._core.card, self._report()).future().result(REPORT_TIMEOUT_S)
+                )
                 if self._on_peers is not None:
                     self._on_peers(peers)
             except (RayError, ValueError, TimeoutError) as error:

@@ -33,7 +33,7 @@ class PrefillNode:
         )
         self._sender.attach(self._engine, self._engine.layer_counter)
         self._engine.start()
-        self._reporter = Reporter(core.card, self._snapshot)
+        self._reporter = Reporter(core, self._snapshot)
 
     def _channel(self, node: NodeId) -> RayChannel:
         # A decode node that Ray cannot reach is given up by its pidfd or by deadlines: nothing to do here.

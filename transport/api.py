@@ -186,7 +186,7 @@ class Link(Protocol):
         """What broke the link; None while nothing has, and closing it is no breakage. It never goes back to None.
 
         A side that only receives learns from this alone that nothing more will come: it has no transfer to fail.
-        A peer that is gone shows here only where the provider reports it.
+        A peer that is gone shows here only where the provider reports it: tcp does if that cut off a write half way.
         """
         ...
 

@@ -10,6 +10,7 @@ import importlib
 import os
 import pickle
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 WINDOW = 128
 IMM = 1
 SEED = 5
+ROUND_TIMEOUT_S = 60.0
 
 
 class Side:
@@ -141,16 +143,25 @@ class RawSide(Side):
             None, page, self.address, page, source, self.target.base, page, target, self.target.key, Imm(IMM)
         )  # fmt: skip
         posted = completed = 0
+        deadline = time.monotonic() + ROUND_TIMEOUT_S
         while completed < len(source):
+            self._check_time(deadline, completed, len(source))
             count, code = self.poster.post(order, self.region.desc, self.dest, posted, 1, self.slots)
             self._check("fi_writedata", code)
             posted += count
             completed += len(self._drained().tickets)
 
     def receive(self, page: int, number: int) -> None:
-        received = 0
-        while received < self.memory.nbytes // page:
+        received, expected = 0, self.memory.nbytes // page
+        deadline = time.monotonic() + ROUND_TIMEOUT_S
+        while received < expected:
+            self._check_time(deadline, received, expected)
             received += len(self._drained().imms)
+
+    def _check_time(self, deadline: float, done: int, total: int) -> None:
+        """A peer that is gone answers "try again" for ever."""
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{done} of {total} pages moved in {ROUND_TIMEOUT_S:.0f} s: the other side is gone")
 
     def _drained(self) -> Any:
         drained = self.poster.drain(self.slots)
@@ -159,7 +170,7 @@ class RawSide(Side):
         return drained
 
     def _check(self, call: str, code: int) -> None:
-        """Raises FabricError: without it a lost peer would spin both sides for ever."""
+        """Raises FabricError."""
         from transport.fabric import abi, calls
 
         if code == -abi.FI_EAVAIL:

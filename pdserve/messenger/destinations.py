@@ -100,6 +100,10 @@ class Destinations:
         peer = self._met.get(incarnation)
         return peer is not None and self._transports.get(peer.request.address.provider).transport.receiver_pulls
 
+    def broken(self) -> list[tuple[Incarnation, str]]:
+        """Those whose link has failed, and how."""
+        return [(who, str(peer.link.error)) for who, peer in self._met.items() if peer.link.error]
+
     def ended(self) -> list[Incarnation]:
         """Those whose process has ended (known on this host only)."""
         return self._watch.ended()

@@ -66,6 +66,11 @@ class Transports:
                 self._open[provider] = OpenTransport(transport, transport.register(self.memory))
             return self._open[provider]
 
+    def fault(self) -> Exception | None:
+        """What has ended the worker of one of them: nothing in this process can be transferred over it any more."""
+        with self._lock:
+            return next((entry.transport.error for entry in self._open.values() if entry.transport.error), None)
+
     def stats(self) -> dict[str, dict[str, int]]:
         """Counters of each open transport, by provider."""
         with self._lock:

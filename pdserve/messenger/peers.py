@@ -144,6 +144,10 @@ class PeerTable:
         if self._peers.get(peer.node) is peer:
             del self._peers[peer.node]
 
+    def broken(self) -> list[tuple[Peer, str]]:
+        """Met peers whose link has failed, and how."""
+        return [(peer, str(peer.link.error)) for peer in self.all() if peer.link and peer.link.error]
+
     def ended(self) -> list[Peer]:
         """Peers whose process has ended (known on this host only)."""
         gone = set(self._watch.ended())

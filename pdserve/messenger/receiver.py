@@ -340,6 +340,8 @@ class Receiver:
     def _check(self, now: float) -> None:
         for peer in self._peers.ended():
             self.revoke(peer, "its process has ended")
+        for peer, fault in self._peers.broken():
+            self.revoke(peer, f"its link has failed: {fault}")
         for peer in self._peers.unanswered(now):
             self.revoke(peer, "it did not answer a meeting in time")
         self._attempts.check(now)

@@ -246,5 +246,7 @@ class Sender:
         for incarnation in self._peers.ended():
             self._lose(incarnation, "its process has ended")
             self._sources.release_held(incarnation)
+        for incarnation, fault in self._peers.broken():
+            self._lose(incarnation, f"its link has failed: {fault}", tell=True)
         for incarnation in self._sources.check(now):
             self._lose(incarnation, "its writes do not complete", tell=True)

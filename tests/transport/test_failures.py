@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from pdserve.bench import transport_sides
 from transport.api import Memory, SingleWrite, make_imm
 from transport.engine import TransferEngine
 from transport.errors import FabricError, LinkClosed, PeerLost, TransportError, TransportFailed
@@ -216,6 +217,25 @@ def test_a_callback_that_exits_does_not_end_the_worker(engines):
     target = two.expose(Memory(int(np.zeros(8, np.uint8).ctypes.data), 8)).descriptor
     assert one.immediate(target, IMM, on_done=leave).wait(TIMEOUT_S)
     assert one.immediate(target, IMM).wait(TIMEOUT_S) and engines[0].error is None
+
+
+def test_the_bare_loops_of_the_benchmark_raise_too(monkeypatch):
+    pytest.importorskip("numba")
+    sides = [transport_sides.RawSide("tcp", 1 << 16, sends) for sends in (True, False)]
+    try:
+        starts = [side.start() for side in sides]
+        sides[0].meet(starts[1])
+        monkeypatch.setattr(transport_sides, "ROUND_TIMEOUT_S", 0.05)
+        for run in (sides[0].send, sides[1].receive):
+            assert isinstance(_in_time(lambda run=run: run(4096, 0)), TimeoutError)
+        read = _READ(lambda *_: -EINVAL)
+        for side, run in zip(sides, (sides[0].send, sides[1].receive), strict=True):
+            side.poster.read = ctypes.cast(read, ctypes.c_void_p).value
+            error = _in_time(lambda run=run: run(4096, 0))
+            assert isinstance(error, FabricError) and error.code == EINVAL
+    finally:
+        for side in sides:
+            side.close()
 
 
 def test_arming_while_the_worker_goes_to_rest_is_not_missed(engines, monkeypatch):

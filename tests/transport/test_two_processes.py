@@ -44,6 +44,15 @@ class Receiver:
     def received(self):
         return self.engine.immediates.received(self.imm)
 
+    def wait_for(self, count):
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.received <= count:
+            assert time.monotonic() < deadline, (
+                f"{self.received} came, {self.engine.immediates.late} late; here: {self.link.error}; "
+                f"at the writer: {self.peer.ask('last_error')}, {self.peer.ask('stats')}"
+            )
+            time.sleep(0.005)
+
 
 def _opened(provider, peers, count):
     """Processes that start side by side, before any of them keeps the cores busy.
@@ -61,7 +70,8 @@ def test_after_close_nothing_lands_and_others_go_on(provider, open_engine, peers
     engine = open_engine(provider)()
     with engine:
         cut, other = (Receiver(engine, peer, provider, 1 + n) for n, peer in enumerate(_opened(provider, peers, 2)))
-        _eventually(lambda: cut.received > 4 * BLOCKS and other.received > 4 * BLOCKS)
+        for receiver in (cut, other):
+            receiver.wait_for(4 * BLOCKS)
         cut.link.close()
         bytes_then, received_then, late_then = cut.memory.copy(), cut.received, engine.immediates.late
         other_then = other.received
@@ -72,7 +82,7 @@ def test_after_close_nothing_lands_and_others_go_on(provider, open_engine, peers
         assert cut.received == received_then and engine.immediates.late == late_then
         # The memory is the receiver's own again.
         cut.memory[:] = 0xAB
-        _eventually(lambda: other.received > other_then + 4 * BLOCKS)
+        other.wait_for(other_then + 4 * BLOCKS)
         assert (cut.memory == 0xAB).all()
         counts = cut.peer.ask("stop")
         assert all(done and completed <= posted for posted, completed, done in counts)
@@ -86,7 +96,7 @@ def test_a_writer_learns_that_it_was_cut_off(provider, open_engine, peers):
     engine = open_engine(provider)()
     with engine:
         cut = Receiver(engine, *_opened(provider, peers, 1), provider, 1)
-        _eventually(lambda: cut.received > BLOCKS)
+        cut.wait_for(BLOCKS)
         cut.link.close()
         _eventually(lambda: cut.peer.ask("last_error") is not None)
         assert cut.peer.ask("last_error").startswith("PeerLost")

@@ -24,6 +24,7 @@ from tests.pdserve.messenger.pair import (
     loopback,
 )
 from transport.engine import TransferEngine
+from transport.errors import TransportError
 from transport.loopback_link import LoopbackLink
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
@@ -190,6 +191,23 @@ def test_a_broken_link_is_replaced(network: Network) -> None:
     trace = decode.receiver.trace(request.request_id)
     assert trace is not None and trace.attempt == 2
     network.settle()
+
+
+def test_a_receiving_link_that_breaks_is_noticed() -> None:
+    """The receiving side has no transfer to fail: it polls its links, revokes, and the request fails over."""
+    with loopback() as network:
+        gate = LayerGate(1)
+        network.add_prefill("p0", model=SteppedModel(gate))
+        network.add_prefill("p1")
+        decode = network.add_decode()
+        request = decode.request("r", 60)
+        gate.wait()
+        link_at(decode).break_down(TransportError("the completion queue has failed"))
+        decode.check(request)
+        gate.open.set()
+        trace = decode.receiver.trace(request.request_id)
+        assert trace is not None and trace.prefill == P1
+        network.settle()
 
 
 def test_a_broken_link_spares_other_peers() -> None:
