@@ -12,6 +12,7 @@ from itertools import pairwise
 from pdserve.errors import PdserveError
 from pdserve.workload.server_client import ServerClient
 
+ERROR_PAUSE_S = 0.5  # a server that is gone is not asked in a tight loop
 VOCABULARY = range(1_000, 40_000)  # ordinary tokens of the embedded model
 
 
@@ -102,4 +103,5 @@ def _ask(
             arrivals += [now] * len(event["choices"][0]["token_ids"])
     except (PdserveError, OSError) as error:
         measured.errors.append(str(error))
+        time.sleep(ERROR_PAUSE_S)
     return arrivals
