@@ -3,28 +3,21 @@
 `make setup` ends with this. A missing libfabric is told, not fatal: the tests that need none still run.
 """
 
-import ctypes
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from shutil import which
 
-LIBFABRIC = ("libfabric.so.1", str(Path(sys.prefix) / "lib" / "mpich" / "libfabric.so.1"))
+from transport.dll import load_libfabric
+from transport.errors import TransportError
 
 
 def libfabric_line() -> str:
-    """The system's library comes first, as at run time: hosts with special NICs bring their own."""
-    for path in LIBFABRIC:
-        try:
-            library = ctypes.CDLL(path)
-        except OSError:
-            continue
-        packed = library.fi_version()
-        return f"libfabric {packed >> 16}.{packed & 0xFFFF} from {path}"
-    return (
-        "libfabric cannot be loaded: install your system's package (Debian, Ubuntu: apt-get install libfabric1), "
-        "or set transport.libfabric to the library's path"
-    )
+    """What a node would take; a missing one says what to install."""
+    try:
+        library = load_libfabric()
+    except TransportError as error:
+        return str(error)
+    return "libfabric {}.{} from {}".format(*library.version, library.path)
 
 
 def torch_line() -> str:

@@ -134,7 +134,7 @@ class DecodeNode:
     # ------------------------------------------------ readiness
 
     def _snapshot(self) -> NodeSnapshot:
-        verified = frozenset(self._verified.values())
+        verified = frozenset(self._verified.values()) & self._receiver.met
         snapshot = self._core.snapshot(self._engine, ready=bool(verified), waiting=self._receiver.waiting)
         note = "" if verified else f"{self._core.spec.node_id} {self._note}"
         return replace(snapshot, verified=verified, note=note)
@@ -145,7 +145,9 @@ class DecodeNode:
 
     def _see_peers(self, cards: list[NodeCard]) -> None:
         """Verifies prefill nodes that are new, and gives up those that were replaced or have long been silent."""
-        now, there = time.monotonic(), {card.node_id for card in cards}
+        now, there, met = time.monotonic(), {card.node_id for card in cards}, self._receiver.met
+        # A link that was revoked since proves nothing any more: the next small transfer shows whether all is well.
+        self._verified = {node: who for node, who in self._verified.items() if who in met}
         for card in cards:
             self._absent_since.pop(card.node_id, None)
             if self._verified.get(card.node_id, card.incarnation) != card.incarnation:
@@ -169,7 +171,7 @@ class DecodeNode:
         ended: asyncio.Future[SequenceOutput] = self._loop.create_future()
         self._streams.own_locally(request_id, partial(_set_if_last, ended))
         self._cards[card.node_id] = card
-        self._receiver.start(request, card.node_id)
+        self._receiver.start(request, card.node_id, only_there=True)
         output = await ended
         trace = self._receiver.trace(request_id)
         # Elsewhere, or at a second try, it says nothing about this node.

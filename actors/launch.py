@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import socket
-import threading
 import time
 from functools import partial
 from types import TracebackType
@@ -40,6 +39,8 @@ START_S = 300.0
 READY_S = 120.0
 CLOSE_S = 20.0
 CARDS_S = 5.0
+WATCH_S = 2.0
+WATCH_TIMEOUT_S = 10.0
 _CLASSES: dict[Role, Any] = {Role.PREFILL: PrefillNode, Role.DECODE: DecodeNode, Role.COLOCATED: ColocatedNode}
 
 
@@ -101,6 +102,7 @@ class Cluster:
                 self._check_library()  # here, rather than in each node
             self._own_ray.enter_context(start_local_ray(NAMESPACE))
             return
+        _check_reachable(address)
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -111,7 +113,9 @@ class Cluster:
         try:
             load_libfabric(self.settings.transport.libfabric)
         except TransportError as error:
-            raise ConfigError(f"transport.libfabric: {error}") from error
+            where = self.settings.transport.libfabric
+            advice = "; name another path, or leave transport.libfabric out" if where else ""
+            raise ConfigError(f"transport.libfabric: {error}{advice}") from error
 
     def _node_specs(self) -> list[NodeSpec]:
         wanted = self.settings.deployment
@@ -189,8 +193,17 @@ class Cluster:
         self.url = f"http://{host}:{port}"
 
     def wait(self) -> None:
-        """Until the process is told to end."""
-        threading.Event().wait()
+        """Until the process is told to end; says when the cluster stops being able to serve, and when it can again."""
+        before = True
+        while True:
+            time.sleep(WATCH_S)
+            try:
+                ready, summary = ray.get(self.scheduler.health.remote(), timeout=WATCH_TIMEOUT_S)
+            except RayError as error:
+                ready, summary = False, f"the global scheduler does not answer ({type(error).__name__})"
+            if ready != before:
+                (_log.info if ready else _log.warning)("%s: %s", "ready again" if ready else "not ready", summary)
+                before = ready
 
     def cards(self) -> dict[NodeId, NodeCard]:
         return {node: ray.get(handle.card.remote()) for node, handle in self.nodes.items()}
@@ -250,6 +263,20 @@ def _start_error(node: NodeId, error: RayError) -> PdserveError:
     """Ray's text of a constructor that failed ends with the exception itself."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return PdserveError(f"{node} did not start: {lines[-1] if lines else type(error).__name__}")
+
+
+def _check_reachable(address: str) -> None:
+    """Ray would retry for minutes. Raises ConfigError."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # "auto" and the like
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"ray_address: nobody answers at {address} ({error.strerror or error}); "
+            "start a cluster with `ray start --head`, or leave ray_address out for a local one"
+        ) from error
 
 
 def _free_port(host: str) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -27,6 +30,7 @@ def start_local_ray(namespace: str) -> Iterator[None]:
     import ray
 
     before_us = _children(os.getpid())
+    handlers = _python_handlers()
     try:
         ray.init(
             address="local",  # never joins a cluster that happens to run here
@@ -38,6 +42,8 @@ def start_local_ray(namespace: str) -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        for number, handler in handlers.items():  # Ray's own would end us without ending what we started
+            signal.signal(number, handler)
         roots = _children(os.getpid()) - before_us  # Ray's own daemons; every worker is below one of them
         try:
             yield
@@ -51,6 +57,13 @@ def start_local_ray(namespace: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _python_handlers() -> dict[int, Any]:
+    """Who handles the signals that end a program; only the main thread may set them again."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
 
 def _by_parent() -> dict[int, set[int]]:

@@ -16,8 +16,9 @@ GREETING = "Chatting with {model} at {url}. /clear forgets the conversation, /ex
 class ChatClient:
     """Speaks to one server; keeps the conversation. Raises PdserveError where the server has no such model."""
 
-    def __init__(self, url: str, model: str | None = None) -> None:
+    def __init__(self, url: str, model: str | None = None, temperature: float = 0.0) -> None:
         self.server = ServerClient(url)
+        self.temperature = temperature
         self.messages: list[dict[str, str]] = []
         names = self.server.models()
         self.model = model or next(iter(names), None)
@@ -27,7 +28,7 @@ class ChatClient:
     def ask(self, text: str) -> Iterator[str]:
         """Yields the answer's deltas; remembers question and answer once the answer is complete."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        body = {"model": self.model, "messages": asked, "stream": True}
+        body = {"model": self.model, "messages": asked, "stream": True, "temperature": self.temperature}
         said = []
         for event in self.server.stream("/v1/chat/completions", body):
             for choice in event.get("choices", ()):
@@ -37,17 +38,23 @@ class ChatClient:
         self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
 
-def run_chat(url: str, model: str | None, read: Callable[[str], str] = input, out: TextIO | None = None) -> None:
+def run_chat(
+    url: str,
+    model: str | None,
+    read: Callable[[str], str] = input,
+    out: TextIO | None = None,
+    temperature: float = 0.0,
+) -> None:
     """Reads questions with `read` until EOF and writes the answers to `out` as they come.
 
     A failed question is reported and the conversation goes on. Raises PdserveError when there is no server at all.
     """
     out = out or sys.stdout
-    client = ChatClient(url, model)
+    client = ChatClient(url, model, temperature)
     print(GREETING.format(model=client.model, url=client.server.url), file=out)
     while True:
         try:
-            text = read("> ").strip()
+            text = read("> " if sys.stdin.isatty() else "").strip()
         except (EOFError, KeyboardInterrupt):
             print(file=out)
             return

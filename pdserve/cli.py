@@ -125,6 +125,7 @@ def _add_chat(commands: Any) -> None:
     )
     chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     chat.add_argument("--model", help="default: the server's first")
+    chat.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest (default: %(default)s)")
     chat.set_defaults(run=_chat)
 
 
@@ -153,7 +154,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     with progress("loading Ray"):
         from actors.launch import launch
     with launch(settings) as server:
-        print(f"pdserve: serving at {server.url}, Ctrl-C ends it", flush=True)
+        print(f"pdserve: serving at {server.url}, Ctrl-C or SIGTERM ends it", flush=True)
         try:
             server.wait()
         except KeyboardInterrupt:
@@ -176,7 +177,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _chat(arguments: argparse.Namespace) -> int:
     from pdserve.chat import run_chat
 
-    run_chat(arguments.url, arguments.model)
+    run_chat(arguments.url, arguments.model, temperature=arguments.temperature)
     return 0
 
 

@@ -52,9 +52,9 @@ class Receiver:
 
     # ------------------------------------------------ from the node
 
-    def start(self, request: GenerationRequest, prefill: NodeId) -> None:
-        """Takes a request, whose prompt `prefill` shall compute."""
-        self._mail.post(lambda: self._start(request, prefill))
+    def start(self, request: GenerationRequest, prefill: NodeId, *, only_there: bool = False) -> None:
+        """Takes a request, whose prompt `prefill` shall compute; with `only_there`, that node or none, and once."""
+        self._mail.post(lambda: self._start(request, prefill, only_there))
 
     def cancel(self, request_id: RequestId) -> None:
         """The caller has gone: everything of the request ends, wherever it is. Unknown ids are ignored."""
@@ -74,6 +74,11 @@ class Receiver:
     def peer_replaced(self, node: NodeId, incarnation: Incarnation) -> None:
         """Another incarnation lives there now: what was met before is revoked."""
         self._mail.post(lambda: self._replace(node, incarnation))
+
+    @property
+    def met(self) -> frozenset[Incarnation]:
+        """Prefill nodes whose link stands: not those that were revoked since, for whatever reason."""
+        return frozenset(peer.incarnation for peer in self._peers.all() if peer.link and peer.incarnation is not None)
 
     @property
     def waiting(self) -> int:
@@ -113,12 +118,12 @@ class Receiver:
 
     # ------------------------------------------------ jobs
 
-    def _start(self, request: GenerationRequest, prefill: NodeId) -> None:
+    def _start(self, request: GenerationRequest, prefill: NodeId, only_there: bool = False) -> None:
         if request.request_id in self._jobs:
             _log.error("request %s is here already: the second one is ignored", request.request_id)
             return
         self._arrivals += 1
-        job = Job(request, (), prefill, self._arrivals)
+        job = Job(request, (), prefill, self._arrivals, only_there=only_there)
         self._jobs[request.request_id] = job
         pages = self._parts.memory.geometry.pages_for(len(job.tokens))
         if pages > self._parts.pool.total:
@@ -230,7 +235,7 @@ class Receiver:
     def _try_elsewhere(self, job: Job, reason: str, retryable: bool = True) -> None:
         job.tried.add(job.prefill)
         job.reason, job.give_up_at = reason, None
-        if not retryable or job.attempts >= self._parts.settings.attempts:
+        if not retryable or job.only_there or job.attempts >= self._parts.settings.attempts:
             error = f"prefill failed: {reason}"
             self._end(job.request.request_id, FinishReason.ERROR, error, unavailable=retryable)
             return

@@ -43,6 +43,7 @@ class Job:
     rerouting: bool = False  # another prefill node was asked for
     reroute_at: float | None = None  # when to ask again
     reroute_until: float | None = None  # set while its prefill node is lost
+    only_there: bool = False  # no other prefill node will do
 
     @property
     def tokens(self) -> tuple[int, ...]:

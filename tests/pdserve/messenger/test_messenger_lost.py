@@ -13,7 +13,7 @@ from pdserve.messenger.wire import (
     NotMet,
 )
 from pdserve.types import NodeId
-from tests.pdserve.engine.toy import eventually
+from tests.pdserve.engine.toy import eventually, make_request
 from tests.pdserve.messenger.pair import (
     PATIENCE_S,
     QUICK,
@@ -96,6 +96,19 @@ def test_the_only_prefill_node_dies() -> None:
         again = decode.request("again", 60)
         decode.check(again)
         network.settle()
+
+
+def test_a_request_for_one_node_only_goes_nowhere_else(network: Network) -> None:
+    """A verification that could be rerouted would wait for the very readiness that it is to prove."""
+    network.add_prefill("p1")
+    decode = network.add_decode()
+    request = make_request("r", 30, 4)
+    decode.receiver.start(request, NodeId("unknown"), only_there=True)
+    assert "could not meet unknown" in decode.error_of(request)
+    assert decode.receiver.met == frozenset()
+    decode.check(decode.request("other", 30, "p1"))
+    assert decode.receiver.met == {network.prefill[P1].card.incarnation}
+    network.settle()
 
 
 def test_the_only_prefill_node_is_restarted_in_time(network: Network) -> None:
