@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -91,15 +92,16 @@ class Pair:
             self.close()
             raise
 
-    def verify(self, page: int) -> None:
-        """Raises RuntimeError if a byte is wrong."""
+    def verify(self, page: int) -> float:
+        """One pass, as `time`. Raises RuntimeError if a byte is wrong."""
         sender, receiver = self._children
         sender.ask("fill", page)
         sender.answer()
-        self.time(page)
+        timed = self.time(page)
         receiver.ask("verify", page, self._number)
         if not receiver.answer():
             raise RuntimeError(f"{self.name} on {self.wire} moved wrong bytes at {page} bytes a page")
+        return timed
 
     def time(self, page: int) -> float:
         """GB/s of one pass over all pages."""
@@ -119,23 +121,37 @@ class Pair:
 
 
 def measure(pairs: list[Pair], pages: tuple[int, ...], rounds: int) -> list[Result]:
-    """Verifies, warms up and times every pair at every page size, interleaved."""
+    """Verifies, warms up and times every pair at every page size, interleaved. A peer that fails is left out."""
     results = []
     shuffle = random.Random(SEED).shuffle
     for page in pages:
-        samples: dict[tuple[str, str], list[float]] = {(pair.name, pair.wire): [] for pair in pairs}
-        for pair in pairs:
-            pair.verify(page)
+        pairs[:] = [pair for pair in pairs if _tried(pair, Pair.verify, page)]
+        samples: dict[Pair, list[float]] = {pair: [] for pair in pairs}
         for _ in range(rounds):
-            order = list(pairs)
-            shuffle(order)
-            for pair in order:
-                samples[pair.name, pair.wire].append(pair.time(page))
+            shuffle(pairs)
+            for pair in list(pairs):
+                if (timed := _tried(pair, Pair.time, page)) is None:
+                    pairs.remove(pair)
+                else:
+                    samples[pair].append(timed)
         results += [
-            Result(name, wire, page, statistics.median(got), min(got), max(got), rounds)
-            for (name, wire), got in samples.items()
+            Result(pair.name, pair.wire, page, statistics.median(got), min(got), max(got), len(got))
+            for pair, got in samples.items()
+            if got
         ]
     return results
+
+
+def _tried(pair: Pair, work: Callable[[Pair, int], float], page: int) -> float | None:
+    """What the work gave; None, and the pair is closed, if it failed. One of ours that fails ends the benchmark."""
+    try:
+        return work(pair, page)
+    except (RuntimeError, EOFError, OSError) as error:
+        if pair.name not in PEERS:
+            raise
+        print(f"{pair.name} on {pair.wire} is left out from here on: {error}", file=sys.stderr)
+        pair.close()
+        return None
 
 
 def open_pairs(peers_python: str | None, wires: tuple[str, ...], total_bytes: int) -> list[Pair]:

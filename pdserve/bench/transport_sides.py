@@ -20,6 +20,7 @@ WINDOW = 128
 IMM = 1
 SEED = 5
 ROUND_TIMEOUT_S = 60.0
+MOONCAKE_BATCH = 1024
 
 
 class Side:
@@ -244,8 +245,11 @@ class MooncakeSide(Side):
         source, target = self.order(page, number)
         here = (self.address + page * source).tolist()
         there = (self.peer_address + page * target).tolist()
-        if self.engine.batch_transfer_sync_write(self.peer, here, there, [page] * len(here)) < 0:
-            raise RuntimeError("Mooncake transfer failed")
+        for first in range(0, len(here), MOONCAKE_BATCH):  # it refuses larger ones
+            batch = slice(first, first + MOONCAKE_BATCH)
+            sizes = [page] * len(here[batch])
+            if self.engine.batch_transfer_sync_write(self.peer, here[batch], there[batch], sizes) < 0:
+                raise RuntimeError("Mooncake transfer failed")
 
     def receive(self, page: int, number: int) -> None:
         return
