@@ -39,7 +39,7 @@ class EngineSettings(Section):
     """Context limit in tokens; by default the model's."""
     page_size: Literal[8, 16, 32, 64, 128] = 32
     """Tokens a page."""
-    chunk_tokens: int = Field(default=512, ge=8)
+    chunk_tokens: int = Field(default=128, ge=8)
     """Prompt tokens that one prefill step computes; a multiple of page_size."""
     max_batch: int = Field(default=32, ge=1)
     """Sequences that decode together."""
