@@ -101,7 +101,7 @@ def test_unknown_keys_are_named_with_the_likely_one(tmp_path: Path, text: str, m
     ("text", "parts"),
     [
         ("engine: {chunk_tokens: 100}", ["engine: chunk_tokens (100)", "multiple of page_size (32)"]),
-        ("engine: {kv_cache_tokens: 512}", ["engine: kv_cache_tokens (512)", "chunk_tokens + page_size = 544"]),
+        ("engine: {kv_cache_tokens: 128}", ["engine: kv_cache_tokens (128)", "chunk_tokens + page_size = 160"]),
         (
             "engine: {kv_cache_tokens: 4096, max_model_len: 8192}",
             ["engine: kv_cache_tokens (4096)", "max_model_len (8192)"],
