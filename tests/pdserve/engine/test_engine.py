@@ -5,10 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -16,7 +13,6 @@ from pdserve.attention.batch import RaggedBatch
 from pdserve.config import EngineSettings
 from pdserve.engine.engine import Engine
 from pdserve.engine.local import Collector
-from pdserve.engine.local import generate as generate_patiently
 from pdserve.errors import ConfigError, ContextLengthError, RequestError
 from pdserve.kv.pool import PagePool
 from pdserve.types import FinishReason, GenerationRequest, RequestId, Role, SamplingParams
@@ -31,25 +27,7 @@ from tests.pdserve.engine.toy import (
     make_request,
     poisoned_memory,
 )
-
-generate = partial(generate_patiently, timeout_s=30.0)
-
-
-@contextmanager
-def colocated(model: ToyModel | None = None, **changes: object) -> Iterator[tuple[Engine, Collector]]:
-    settings = SETTINGS.model_copy(update=changes)
-    collector = Collector()
-    with (
-        poisoned_memory(settings) as memory,
-        Engine(
-            model or ToyModel(), memory, PagePool(settings.pages), settings, Role.COLOCATED, decode_hooks=collector
-        ) as engine,
-    ):
-        yield engine, collector
-        eventually(lambda: engine.load().running + engine.load().waiting == 0)
-        assert engine.pool.counts() == (engine.pool.total, 0, 0), "every page is back"
-        assert engine.load().queued_prefill_tokens == 0
-
+from tests.pdserve.engine.toy_engine import colocated, generate
 
 LENGTHS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 34, 63, 64, 65, 100, 150)
 

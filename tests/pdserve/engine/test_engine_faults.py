@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ import pytest
 from pdserve.attention.batch import RaggedBatch
 from pdserve.engine.engine import Engine
 from pdserve.engine.local import Collector
-from pdserve.engine.local import generate as generate_patiently
 from pdserve.errors import PdserveError
 from pdserve.kv.pool import PagePool
 from pdserve.types import FinishReason, GenerationRequest, RequestId, Role, SamplingParams
@@ -21,29 +17,11 @@ from tests.pdserve.engine.toy import (
     SETTINGS,
     Gate,
     ToyModel,
-    eventually,
     expected,
     make_request,
     poisoned_memory,
 )
-
-generate = partial(generate_patiently, timeout_s=30.0)
-
-
-@contextmanager
-def colocated(model: ToyModel | None = None, **changes: object) -> Iterator[tuple[Engine, Collector]]:
-    settings = SETTINGS.model_copy(update=changes)
-    collector = Collector()
-    with (
-        poisoned_memory(settings) as memory,
-        Engine(
-            model or ToyModel(), memory, PagePool(settings.pages), settings, Role.COLOCATED, decode_hooks=collector
-        ) as engine,
-    ):
-        yield engine, collector
-        eventually(lambda: engine.load().running + engine.load().waiting == 0)
-        assert engine.pool.counts() == (engine.pool.total, 0, 0), "every page is back"
-        assert engine.load().queued_prefill_tokens == 0
+from tests.pdserve.engine.toy_engine import colocated, generate
 
 
 def test_a_failed_step_ends_its_requests_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
