@@ -1,4 +1,4 @@
-"""The loop of a prefill engine: jobs in order of arrival, chunk by chunk. Nothing is sampled here."""
+"""The loop of a prefill engine: jobs chunk by chunk, as the scheduler shares each step. Nothing is sampled here."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class PrefillLoop:
 
     @property
     def running(self) -> int:
-        """Only the first job can have begun."""
-        return int(bool(self._jobs) and self._jobs[0].computed_tokens > 0)
+        """Jobs that have begun."""
+        return sum(progress.computed_tokens > 0 for progress in self._jobs)
 
     @property
     def waiting(self) -> int:

@@ -69,23 +69,29 @@ class StepPlan(Generic[P]):
 
 
 def plan_chunks(queue: Sequence[P], limits: Limits) -> tuple[Span[P], ...]:
-    """Chunks of the first jobs in the queue, in order, within one step's budget.
+    """Chunks of one step, within its budget; the first in the queue always has one, and it comes first.
 
-    While the first needs several steps, short ones behind it ride along: whole, in at most half of each step. So a
-    long prompt does not delay every short one, and is itself delayed at most twofold.
+    What the first does not need, and half of the budget while it needs more than one step, goes to the others, those
+    with the least left to compute before the rest. So a long prompt does not delay every short one, and is itself
+    delayed at most twofold.
     """
-    budget = limits.chunk_tokens
-    if not queue or _remaining(queue[0]) <= budget:
-        return _pack(queue, budget, limits.page_size)[0]
+    if not queue:
+        return ()
+    budget, page_size = limits.chunk_tokens, limits.page_size
+    room = budget - _remaining(queue[0])
+    if room < 0:
+        room = min(budget // 2, budget - page_size)
     riders: list[Span[P]] = []
-    room = min(budget // 2, budget - limits.page_size)  # the first always gets on
-    for progress in queue[1:]:
-        if _remaining(progress) <= room:
-            riders.append(Span(progress, progress.computed_tokens, progress.target_tokens))
-            room -= _remaining(progress)
+    for progress in sorted(queue[1:], key=_remaining):
+        span = _next_span(progress, room, page_size)
+        if span is None:
+            break
+        riders.append(span)
+        room -= span.end - span.start
     taken = sum(span.end - span.start for span in riders)
-    head = _next_span(queue[0], budget - taken, limits.page_size)
-    return tuple(riders) if head is None else (head, *riders)
+    head = _next_span(queue[0], budget - taken, page_size)
+    assert head is not None
+    return (head, *riders)
 
 
 def _remaining(progress: Progress) -> int:

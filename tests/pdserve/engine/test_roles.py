@@ -171,7 +171,7 @@ def test_cancel_job_answers_at_every_stage() -> None:
         eventually(lambda: len(recorder.cancelled) == 4)
         assert recorder.cancelled == [second.request_id, first.request_id, "nobody", third.request_id]
         ran = [chunk.job_id for chunks, _ in recorder.steps for chunk in chunks]
-        assert ran.count(first.request_id) == 1 and second.request_id not in ran
+        assert ran.count(first.request_id) == 1 and ran.count(second.request_id) <= 1  # they may share the first step
         assert engine.load().queued_prefill_tokens == 0
         engine.prefill(job_of(second, pool.allocate(pages_for(59))))  # may come again
         eventually(lambda: second.request_id in recorder.finished)
@@ -186,6 +186,7 @@ def test_a_failed_prefill_step_fails_its_jobs_only() -> None:
     good = make_request("good", 40)
     with poisoned_memory() as memory, prefill_engine(ToyModel(before_step=fail), memory, pool) as (engine, recorder):
         engine.prefill(PrefillJob(RequestId("bad"), (0,) * 40, pool.allocate(5)))
+        eventually(lambda: RequestId("bad") in recorder.failed)  # else the two would share the step
         engine.prefill(job_of(good, pool.allocate(5)))
         eventually(lambda: good.request_id in recorder.finished)
         assert list(recorder.failed) == ["bad"] and "broken" in str(recorder.failed[RequestId("bad")])

@@ -131,7 +131,8 @@ def test_a_late_refusal_ends_no_later_meeting(network: Network) -> None:
 
 
 def test_a_channel_that_raises_is_a_message_lost(impatient: None) -> None:
-    with loopback(handoff=QUICK) as network:
+    patient = QUICK.model_copy(update={"failover_timeout_s": 30.0, "transfer_timeout_s": 30.0})
+    with loopback(handoff=patient) as network:
         network.add_prefill("p0")
         network.add_prefill("p1")
         decode = network.add_decode()
