@@ -48,7 +48,7 @@ def start_local_ray(namespace: str) -> Iterator[None]:
         try:
             yield
         finally:
-            ours = roots.union(*(_descendants(root) for root in roots))
+            ours = roots.union(*(descendants(root) for root in roots))
             ray.shutdown()
             _await_end(ours)
     finally:
@@ -80,7 +80,7 @@ def _children(pid: int) -> set[int]:
     return _by_parent().get(pid, set())
 
 
-def _descendants(pid: int) -> set[int]:
+def descendants(pid: int) -> set[int]:
     """Every process below `pid`."""
     children = _by_parent()
     found: set[int] = set()

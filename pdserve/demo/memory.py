@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.local_ray import descendants
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
@@ -33,18 +35,6 @@ def process_memory(pid: int) -> ProcessMemory | None:
 
 def tree_memory() -> int:
     """PSS in bytes of this process and everything below it."""
-    parents: dict[int, int] = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                stat = Path(f"/proc/{entry.name}/stat").read_text()
-                parents[int(entry.name)] = int(stat.rsplit(")", 1)[1].split()[1])
-    total = 0
-    for pid in parents:
-        ancestor: int | None = pid
-        while ancestor and ancestor != os.getpid():
-            ancestor = parents.get(ancestor)
-        if ancestor == os.getpid():
-            memory = process_memory(pid)
-            total += memory.total if memory else 0
-    return total
+    mine = os.getpid()
+    sizes = (process_memory(pid) for pid in {mine, *descendants(mine)})
+    return sum(size.total for size in sizes if size is not None)

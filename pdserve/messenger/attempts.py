@@ -72,12 +72,16 @@ class Attempts:
     def trace(self, request_id: RequestId) -> HandoffTrace | None:
         return self._traces.get(request_id)
 
-    def begin(self, request_id: RequestId, tokens: tuple[int, ...], peer: Peer) -> HandoffId:
-        """Pins pages and a slot, arms the counter, and only then asks. Raises OutOfPages when either is short now."""
+    def begin(self, request_id: RequestId, tokens: tuple[int, ...], peer: Peer, *, leave_free: int) -> HandoffId:
+        """Pins pages and a slot, arms the counter, and only then asks; `leave_free` pages stay for others.
+
+        Raises OutOfPages when either is short now.
+        """
         if not self._slots.free:
             raise OutOfPages("all immediate slots are taken")
         count = self._expected(len(tokens), peer)
-        pages = self._parts.pool.allocate(self._parts.memory.geometry.pages_for(len(tokens) - 1))
+        needed = self._parts.memory.geometry.pages_for(len(tokens) - 1)
+        pages = self._parts.pool.allocate(needed, leave_free=leave_free)
         entry = TargetHandoff(
             id=HandoffId(self._parts.card.incarnation, self.next_number()),
             request_id=request_id,

@@ -206,13 +206,10 @@ class Receiver:
     def _attempt(self, job: Job, peer: Peer) -> bool:
         """False when pages are short now."""
         assert self._engine is not None
-        needed = self._parts.memory.geometry.pages_for(len(job.tokens) - 1)
-        running = self._engine.load().running
         # Each running sequence may need a page at its next step: admitting more would only preempt them.
-        if running and self._parts.pool.free_pages - needed < running:
-            return False
+        spare = self._engine.load().running
         try:
-            handoff = self._attempts.begin(job.request.request_id, job.tokens, peer)
+            handoff = self._attempts.begin(job.request.request_id, job.tokens, peer, leave_free=spare)
         except OutOfPages:
             return False
         job.attempts += 1
