@@ -42,5 +42,5 @@ format: $(READY)  ## lets ruff rewrite what it can
 
 bench: $(READY)  ## transfers against other libraries; prefill/decode against colocated
 	@.ci/peers $(VENV)-peers
-	@$(BIN)/pdserve bench transport --peers-python $(VENV)-peers/bin/python
+	@$(BIN)/pdserve bench transport --peers $(VENV)-peers/bin/python
 	@$(BIN)/pdserve bench serve

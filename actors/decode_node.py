@@ -71,7 +71,7 @@ class DecodeNode:
                 pool=core.pool,
                 transports=core.transports,
                 settings=spec.settings.handoff,
-                provider=spec.settings.transport.provider,
+                wish=core.wish,
                 window=spec.settings.transport.window,
                 channel=lambda node: RayChannel(node, self._receiver.peer_lost),
                 card_of=self._cards.get,
@@ -194,6 +194,7 @@ class DecodeNode:
         values = self._core.metrics(self._engine)
         values["num_requests_waiting"] += self._receiver.waiting
         values["handoffs_quarantined"] = self._receiver.quarantined_handoffs
+        values["kv_transfer_messages_unreadable_total"] = self._receiver.unreadable
         for kind, count in self._receiver.failures.items():
             values[f"kv_transfer_failures_{kind}_total"] = count
         return values

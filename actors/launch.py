@@ -26,10 +26,10 @@ from pdserve.engine.limits import context_tokens
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.messenger.target import HandoffTrace
 from pdserve.messenger.wire import NodeCard
+from pdserve.messenger.wires import find_wires
 from pdserve.models.load import load_model, model_dir, read_config
 from pdserve.observe import progress
 from pdserve.types import NodeId, RequestId, Role
-from transport.dll import load_libfabric
 from transport.errors import TransportError
 from transport.fabric.leftovers import remove_leftovers
 
@@ -99,7 +99,7 @@ class Cluster:
         address = self.settings.ray_address
         if address is None:
             if not self.settings.deployment.colocated:
-                self._check_library()  # here, rather than in each node
+                self._check_wires()  # here, rather than in each node
             self._own_ray.enter_context(start_local_ray(NAMESPACE))
             return
         _check_reachable(address)
@@ -109,13 +109,14 @@ class Cluster:
             raise ConfigError(f"ray_address: cannot join a cluster at {address!r}: {error}") from error
         self._own_ray.callback(ray.shutdown)
 
-    def _check_library(self) -> None:
+    def _check_wires(self) -> None:
+        key = "libucp" if self.settings.transport.provider == "ucx" else "libfabric"
         try:
-            load_libfabric(self.settings.transport.libfabric)
+            find_wires(self.settings.transport)
         except TransportError as error:
-            where = self.settings.transport.libfabric
-            advice = "; name another path, or leave transport.libfabric out" if where else ""
-            raise ConfigError(f"transport.libfabric: {error}{advice}") from error
+            given = getattr(self.settings.transport, key)
+            advice = f"; name another path, or leave transport.{key} out" if given else ""
+            raise ConfigError(f"transport.{key}: {error}{advice}") from error
 
     def _node_specs(self) -> list[NodeSpec]:
         wanted = self.settings.deployment

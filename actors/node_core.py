@@ -8,9 +8,11 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ray.exceptions import RayError
 
+from actors.metrics import labelled
 from actors.names import scheduler_handle
 from pdserve.config import Settings
 from pdserve.engine.engine import Engine
@@ -18,16 +20,14 @@ from pdserve.engine.limits import context_tokens, page_geometry
 from pdserve.kv.memory import KvMemory
 from pdserve.kv.pool import PagePool
 from pdserve.messenger.liveness import host_identity
-from pdserve.messenger.meeting import Transports
+from pdserve.messenger.meeting import Transports, WireWish
 from pdserve.messenger.wire import PROTOCOL_VERSION, NodeCard
+from pdserve.messenger.wires import Wires, find_wires, open_wire
 from pdserve.models.load import load_model
 from pdserve.types import Incarnation, NodeId, Role
 from policies.routing import NodeSnapshot
 from policies.sharding import LayerGroup, ParallelLayout
-from transport.api import Memory, Transport
-from transport.dll import load_libfabric
-from transport.engine import TransferEngine
-from transport.fabric.info import available
+from transport.api import Memory
 
 _log = logging.getLogger(__name__)
 
@@ -59,22 +59,24 @@ class NodeCore:
         self.memory = KvMemory(self.geometry)
         self.pool = PagePool(self.geometry.pages)
         self.incarnation = Incarnation(secrets.randbits(64))
-        self.transports = Transports(self._open_transport, Memory(self.memory.address, self.geometry.region_bytes))
+        wanted = spec.settings.transport
+        # A transport's worker thread inherits the affinity from above: pinned nodes stay on their core.
+        self.transports = Transports(
+            partial(open_wire, wanted), Memory(self.memory.address, self.geometry.region_bytes)
+        )
+        self.wish = WireWish(wanted.provider, wanted.allow_tcp)
         self.card = self._make_card()
-
-    def _open_transport(self, provider: str) -> Transport:
-        return TransferEngine(provider, library=self.spec.settings.transport.libfabric)
 
     def _make_card(self) -> NodeCard:
         config, settings = self.model.config, self.spec.settings
-        colocated = self.spec.role is Role.COLOCATED
+        wires = Wires() if self.spec.role is Role.COLOCATED else find_wires(settings.transport)
         return NodeCard(
             node_id=self.spec.node_id,
             incarnation=self.incarnation,
             role=self.spec.role,
             host=host_identity(),
             pid=os.getpid(),
-            providers=() if colocated else available(load_libfabric(settings.transport.libfabric)),
+            providers=wires.providers,
             protocol=PROTOCOL_VERSION,
             model=config.name,
             fingerprint=config.fingerprint,
@@ -85,6 +87,8 @@ class NodeCore:
             groups=(LayerGroup(config.layers, config.kv_heads),),
             parallel=ParallelLayout(layout=self.geometry.layout),
             max_model_len=context_tokens(config, settings.engine),
+            rdma=wires.rdma,
+            nics=wires.nics,
         )
 
     def snapshot(self, engine: Engine, *, ready: bool, waiting: int = 0, queued_tokens: int = 0) -> NodeSnapshot:
@@ -121,6 +125,10 @@ class NodeCore:
             for name, value in counters.items():
                 key = f"kv_transfer_{name}" if name == "links_open" else f"kv_transfer_{name}_total"
                 values[key] = values.get(key, 0) + value
+        for opened in self.transports.all():
+            wire = opened.transport
+            labels = {"provider": wire.provider, "wire": wire.description, "reason": opened.reason}
+            values[labelled("kv_transfer_wire_info", **labels)] = 1
         return values
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ class PrefillNode:
                 memory=core.memory,
                 pool=core.pool,
                 transports=core.transports,
-                provider=spec.settings.transport.provider,
+                wish=core.wish,
                 channel=self._channel,
             )
         )
@@ -58,6 +58,7 @@ class PrefillNode:
         values = self._core.metrics(self._engine)
         values["handoffs_active"] = self._sender.active
         values["kv_transfer_failures_total"] = self._sender.failures
+        values["kv_transfer_messages_unreadable_total"] = self._sender.unreadable
         return values
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_chat(commands)
     _add_bench(commands)
+    _add_doctor(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -144,6 +147,64 @@ def _add_bench(commands: Any) -> None:
     bench.set_defaults(run=_bench, print_help=bench.print_help)
 
 
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, or a transfer to another one, before anything is started",
+        description="Checks libraries, devices and limits of this machine; or, with --listen here and --peer there, "
+        "moves verified bytes between two machines. Exit status 1 if anything fails.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.add_argument("--config", metavar="FILE", help="YAML settings that the nodes would be started with")
+    doctor.add_argument("--library", metavar="PATH", help="the libfabric to look at (default: what a node would take)")
+    doctor.add_argument("--provider", metavar="NAME", help="of the transfer (default: as two nodes would choose)")
+    sides = doctor.add_mutually_exclusive_group()
+    sides.add_argument(
+        "--listen",
+        nargs="?",
+        const="18580",
+        metavar="PORT",
+        help="wait for a --peer at PORT or HOST:PORT (default: 18580)",
+    )
+    sides.add_argument("--peer", metavar="HOST[:PORT]", help="transfer to and from the doctor that listens there")
+    doctor.set_defaults(run=_doctor)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="print what a handoff would move, before there is a cluster",
+        description="Computes what would be done, and prints it; nothing is started.",
+        allow_abbrev=False,
+    )
+    transfer = plan.add_subparsers(dest="what", required=True, metavar="WHAT").add_parser(
+        "transfer",
+        help="which rank writes what to which, over which NICs, and the count that the decode side waits for",
+        description="Prints the transfer plan of one handoff: segments, bytes, writes and NICs of every pair of ranks, "
+        "and the expected count.",
+        epilog="example: pdserve plan transfer --model deepseek-r1 --prefill tp8 --decode dp8 --prompt 4097 --page 64",
+        allow_abbrev=False,
+    )
+    add = transfer.add_argument
+    add("--model", required=True, help="qwen3-coder-480b, qwen3-235b, deepseek-r1, or a Hugging Face directory")
+    add("--prefill", required=True, metavar="LAYOUT", help="of a prefill node: tp8, dp8, tp2dp4, tp8ep8")
+    add("--decode", required=True, metavar="LAYOUT", help="of a decode node")
+    add("--prompt", required=True, type=int, metavar="TOKENS", help="length of the prompt")
+    add("--page", type=int, default=64, metavar="TOKENS", help="page size (default: %(default)s)")
+    add("--layout", choices=("hnd", "nhd"), default="hnd", help="order in a page block (default: %(default)s)")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the cache (default: %(default)s)")
+    add("--present", type=int, default=0, metavar="PAGES", help="pages that the decode side has already")
+    add("--drafter", action="store_true", help="with the cache of the model's drafter layers")
+    add("--tail", action="store_true", help="with the tail: hidden states or logits")
+    add("--nics-prefill", type=int, default=1, metavar="N", help="NICs of a prefill rank (default: %(default)s)")
+    add("--nics-decode", type=int, default=1, metavar="N", help="NICs of a decode rank (default: %(default)s)")
+    add("--sources", choices=("random", "rail"), default="random", help="how replicas of the cache are chosen")
+    add("--seed", type=int, default=0, help="of that choice (default: %(default)s)")
+    add("--json", action="store_true", help="print the plan as JSON")
+    transfer.set_defaults(run=_plan_transfer)
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     _check_port_is_free(settings)
@@ -186,13 +247,30 @@ def _bench(arguments: argparse.Namespace) -> int:
         arguments.print_help()
         return 0 if arguments.rest in (["--help"], ["-h"]) else EXIT_USAGE
     if arguments.what == "transport":
-        from pdserve.bench import transport
+        from pdserve.bench.transport import cli as transport
 
-        transport.main(arguments.rest)
-        return 0
+        return transport.main(arguments.rest)
     from pdserve.bench import serve
 
     return serve.main(arguments.rest)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.provider is not None and arguments.listen is None and arguments.peer is None:
+        raise ConfigError("--provider is of the transfer: give it together with --listen or --peer")
+    if arguments.library is not None and not Path(arguments.library).is_file():
+        raise ConfigError(f"--library: no file {arguments.library!r}; allowed: the path of a libfabric.so.1")
+
+    from pdserve.doctor.command import DoctorOptions, run
+
+    names = ("config", "library", "provider", "listen", "peer", "json")
+    return run(DoctorOptions(**{name: getattr(arguments, name) for name in names}))
+
+
+def _plan_transfer(arguments: argparse.Namespace) -> int:
+    from pdserve.plan.command import TransferOptions, run
+
+    return run(TransferOptions(**{field.name: getattr(arguments, field.name) for field in fields(TransferOptions)}))
 
 
 def _settings(arguments: argparse.Namespace, default_overrides: dict[str, Any] | None = None) -> Settings:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pdserve.errors import ConfigError
 from pdserve.validation import describe, key_names, sections
@@ -72,12 +72,30 @@ class EngineSettings(Section):
 
 
 class TransportSettings(Section):
-    provider: Literal["auto", "shm", "tcp", "tcp;ofi_rxm", "sockets"] = "auto"
-    """auto: shm between processes of one host, else tcp."""
+    provider: Literal["auto", "efa", "verbs;ofi_rxm", "tcp", "tcp;ofi_rxm", "shm", "sockets", "ucx"] = "auto"
+    """auto: RDMA where both sides have it, else shm between processes of one host, else tcp."""
+    allow_tcp: bool = False
+    """Whether nodes with GPUs may fall back on tcp; without it they say what is missing and stop."""
+    nics: list[str] | None = None
+    """Interfaces to use, by address (tcp) or device name; by default the best one, or every active RDMA device."""
     libfabric: str | None = None
     """Path of the library; by default the system's, then the one that the `mpich` wheel brings."""
+    libucp: str | None = None
+    """The same for UCX."""
+    spin: bool | None = None
+    """Whether an idle transport polls without a rest; by default as the provider's profile says."""
     window: int = Field(default=128, ge=1)
-    """Writes that one prefill node may have outstanding towards one decode node."""
+    """Writes that one prefill node may have outstanding towards one decode node.
+
+    The windows that a decode node grants stay below the depth of its receive queue in sum: later peers get less.
+    """
+
+    @field_validator("nics")
+    @classmethod
+    def _each_nic_once(cls, given: list[str] | None) -> list[str] | None:
+        if given is not None and (not given or len(set(given)) < len(given)):
+            raise ValueError(f"got {given!r}, allowed: null, or a list that names at least one NIC and none twice")
+        return given
 
 
 class DeploymentSettings(Section):

@@ -8,6 +8,7 @@ PdserveError
 ├── OutOfPages             the page pool cannot give the pages asked for now
 ├── MeetingRefused         two nodes disagree on model, dtype, page size, layout or protocol
 ├── HandoffFailed          a handoff ended without its pages (rejection, deadline, peer lost)
+├── ClusterTooSmall        the cluster's hosts cannot hold the nodes of a deployment
 └── NoNodeAvailable        no ready node can take the request (HTTP 503)
 """
 
@@ -52,6 +53,10 @@ class HandoffFailed(PdserveError):
     def __init__(self, message: str, *, retryable: bool = True) -> None:
         super().__init__(message)
         self.retryable = retryable
+
+
+class ClusterTooSmall(PdserveError):
+    """The cluster's hosts cannot hold the nodes of a deployment; the message names the bundles that are missing."""
 
 
 class NoNodeAvailable(PdserveError):

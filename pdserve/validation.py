@@ -81,5 +81,7 @@ def _kind_in_words(annotation: Any) -> str:
         return ", ".join(str(value) for value in get_args(annotation))
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(_kind_in_words(part) for part in get_args(annotation))
+    if get_origin(annotation) is list:
+        return f"a list, each {_kind_in_words(get_args(annotation)[0])}"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     return words[annotation]

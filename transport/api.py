@@ -2,121 +2,44 @@
 
 The shape of it
 ---------------
-A process has one `Transport`. Towards every peer incarnation it opens one `Link`: an endpoint (and completion queue)
-of its own, so that closing the link ends that peer's access, and that peer's alone.
+A process has one `Transport` per provider, over one or several NICs. Towards every peer incarnation it opens one
+`Link`: endpoints (one per NIC, each with a completion queue) of its own, so that closing the link ends that peer's
+access, and that peer's alone.
 
     receiver                                          sender
     --------                                          ------
-    link = transport.open_link()                      link = transport.open_link()
-    region = link.expose(memory)   --descriptor-->    link.connect(address, window=256)
-    transport.immediates.arm(imm, expected, on_full)  source = transport.register(memory)
-                                                      link.write_paged(PagedWrite(...))  -> Transfer
+    link = transport.open_link(on_message)            link = transport.open_link(on_message)
+    region = link.expose(memory)     --descriptor-->  link.connect(address, window=256)
+    link.connect(address, window=0)  <----address---  source = transport.register(memory)
+    transport.immediates.arm(imm, expected, on_full)
+                                     <=== writes ===  link.write_paged(PagedWrite(...))  -> Transfer
+                                     <-- messages ->  link.send(b"...")
 
 Every write delivers its 32-bit immediate into the receiver's completion queue *after* its payload is visible; arrival
 order between writes means nothing. A transfer is complete when every write of it has completed locally; a failed one
 is complete when nothing of it can be posted any more, and `Transfer.posted` is exact in both cases.
 
-`transport` imports nothing of the project. `TransferEngine` (libfabric) and `LoopbackTransport` implement this
-protocol; one conformance suite runs against each.
+`transport` imports nothing of the project. `TransferEngine` (libfabric), `UcxTransport` (libucp) and
+`LoopbackTransport` implement this protocol; one conformance suite runs against each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from transport.descriptors import DESCRIPTOR_VERSION, HOST, Device, LinkAddress, Memory, RegionDescriptor
+from transport.imm import GENERATION_BITS, SLOT_BITS, Imm, make_imm, split_imm
+from transport.writes import PagedWrite, SingleWrite, SourceRegion
 
-Imm = NewType("Imm", int)
-"""The 32-bit immediate: slot in the low 20 bits, generation in the high 12."""
+__all__ = [
+    "DESCRIPTOR_VERSION", "GENERATION_BITS", "HOST", "MAX_MESSAGE_BYTES", "SLOT_BITS",
+    "Device", "ExposedRegion", "Imm", "Immediates", "Link", "LinkAddress", "Memory", "OnDone", "OnMessage",
+    "PagedWrite", "RegionDescriptor", "SingleWrite", "SourceRegion", "Transfer", "Transport", "make_imm", "split_imm",
+]  # fmt: skip
 
-SLOT_BITS = 20
-GENERATION_BITS = 12
-DESCRIPTOR_VERSION = 1
-
-
-def make_imm(slot: int, generation: int) -> Imm:
-    """Packs a slot and its generation (taken modulo 2**12) into an immediate."""
-    if not 0 <= slot < 1 << SLOT_BITS:
-        raise ValueError(f"slot {slot} does not fit {SLOT_BITS} bits")
-    return Imm((generation % (1 << GENERATION_BITS)) << SLOT_BITS | slot)
-
-
-def split_imm(imm: int) -> tuple[int, int]:
-    """(slot, generation) of an immediate."""
-    return imm & ((1 << SLOT_BITS) - 1), imm >> SLOT_BITS
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A range of this process's address space. The caller keeps it mapped for as long as it is registered."""
-
-    address: int
-    length_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LinkAddress:
-    """Where a link can be reached; picklable. `provider` must agree on both sides."""
-
-    version: int
-    provider: str
-    name: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RegionDescriptor:
-    """What a peer needs to write into a region that was exposed to it; picklable.
-
-    `base` is what remote offsets are added to (0 or a virtual address: the provider's rule, already applied).
-    """
-
-    version: int
-    provider: str
-    base: int
-    length_bytes: int
-    key: int
-
-
-@dataclass(frozen=True, slots=True)
-class PagedWrite:
-    """One write per block, from source_offset + source_stride·source_index[i] to the same expression of the target.
-
-    Offsets and strides in bytes, relative to the start of `source` and `target`; index arrays `(blocks,) int64` of
-    equal length. Every block is exactly one write with one immediate; writes are never merged.
-    """
-
-    source: SourceRegion
-    target: RegionDescriptor
-    block_bytes: int
-    source_offset: int
-    source_stride: int
-    source_index: NDArray[np.int64]
-    target_offset: int
-    target_stride: int
-    target_index: NDArray[np.int64]
-    imm: Imm
-
-
-@dataclass(frozen=True, slots=True)
-class SingleWrite:
-    """One contiguous write with one immediate. Offsets in bytes."""
-
-    source: SourceRegion
-    target: RegionDescriptor
-    length_bytes: int
-    source_offset: int
-    target_offset: int
-    imm: Imm
-
-
-class SourceRegion(Protocol):
-    """Local memory that writes may read from. Opaque; made by `Transport.register`."""
-
-    @property
-    def memory(self) -> Memory: ...
+MAX_MESSAGE_BYTES = 16 << 20
+"""Longest message that `Link.send` takes."""
 
 
 class ExposedRegion(Protocol):
@@ -169,9 +92,12 @@ class Transfer(Protocol):
 OnDone = Callable[[Transfer], None]
 """Called once on the worker thread. It must not block; if it raises, that is logged and isolated."""
 
+OnMessage = Callable[[bytes], None]
+"""Called on the worker thread with one message of the peer. It must not block; if it raises, that is isolated."""
+
 
 class Link(Protocol):
-    """This process's endpoint towards one peer incarnation. Thread-safe."""
+    """This process's endpoints towards one peer incarnation. Thread-safe."""
 
     @property
     def address(self) -> LinkAddress: ...
@@ -182,20 +108,31 @@ class Link(Protocol):
         ...
 
     @property
+    def posted(self) -> int:
+        """Writes handed to the provider on this link, in all."""
+        ...
+
+    @property
     def error(self) -> Exception | None:
         """What broke the link; None while nothing has, and closing it is no breakage. It never goes back to None.
 
         A side that only receives learns from this alone that nothing more will come: it has no transfer to fail.
         A peer that is gone shows here only where the provider reports it: tcp does if that cut off a write half way.
+        A link over several NICs is broken when the last path of it is.
         """
         ...
 
+    @property
+    def lost_paths(self) -> tuple[str, ...]:
+        """Pairs of NICs that were taken out after an error, in words; the others go on."""
+        ...
+
     def expose(self, memory: Memory) -> ExposedRegion:
-        """Lets the peer write into `memory` under a key of its own."""
+        """Lets the peer write into `memory` under keys of its own, one per NIC."""
         ...
 
     def connect(self, peer: LinkAddress, *, window: int, name: str = "") -> None:
-        """Directs this link's writes at `peer`; at most `window` of them outstanding. `name` is used in errors."""
+        """Directs this link at `peer`; at most `window` writes outstanding (0: messages only). `name` is for errors."""
         ...
 
     def write_paged(self, write: PagedWrite, on_done: OnDone | None = None) -> Transfer: ...
@@ -206,11 +143,23 @@ class Link(Protocol):
         """A write of no payload: the immediate alone."""
         ...
 
-    def close(self) -> None:
-        """Revokes what was exposed, closes the endpoint, drains its queue.
+    def send(self, message: bytes) -> None:
+        """A small two-sided message, for control. Both sides must be connected; returns at once.
 
-        On return no byte of the peer can land any more, no immediate of it is counted any more, and every transfer of
-        this link is done (with an error unless it had completed). Idempotent.
+        Messages of one link arrive in order, each once, or not at all when the link breaks. They are not ordered with
+        writes. Raises MessageTooLarge, BacklogFull (the peer takes none), NotConnected, LinkClosed.
+        """
+        ...
+
+    def quiesce(self, timeout_s: float | None = None) -> int:
+        """Waits until nothing is queued or in flight, then returns `posted`. Raises TimeoutError, naming what is."""
+        ...
+
+    def close(self) -> None:
+        """Revokes what was exposed, closes the endpoints, drains their queues.
+
+        On return no byte of the peer can land any more (where `Transport.revokes`), no immediate or message of it is
+        taken any more, and every transfer of this link is done (with an error unless it had completed). Idempotent.
         """
         ...
 
@@ -252,6 +201,24 @@ class Transport(Protocol):
     def provider(self) -> str: ...
 
     @property
+    def incarnation(self) -> int:
+        """64 random bits, drawn when it was opened; part of every address and descriptor."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """One line a person can read: provider, library, NICs, and why they were chosen."""
+        ...
+
+    @property
+    def revokes(self) -> bool:
+        """Whether `Link.close` keeps its promise that nothing lands afterwards.
+
+        Where not, memory that a link had exposed is safe only once the peer's process is known to have ended.
+        """
+        ...
+
+    @property
     def immediates(self) -> Immediates: ...
 
     @property
@@ -282,10 +249,13 @@ class Transport(Protocol):
         """Raises RegionBusy, naming the transfers, while writes from it are in flight."""
         ...
 
-    def open_link(self) -> Link: ...
+    def open_link(self, on_message: OnMessage | None = None) -> Link:
+        """A link for one peer incarnation; messages that come while `on_message` is None are dropped."""
+        ...
 
     def stats(self) -> dict[str, int]:
-        """Counters: writes_posted, writes_completed, writes_failed, bytes_completed, immediates_late, links_open."""
+        """Counters: writes_posted, writes_completed, writes_failed, bytes_completed, immediates_late, messages_sent,
+        messages_received, paths_lost, links_open."""
         ...
 
     def close(self) -> None: ...

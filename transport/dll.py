@@ -3,6 +3,9 @@
 Order: an explicit path; the system's (vendors of NICs install their own, which is the right one there); the one that
 the `mpich` wheel brings. A system library older than 1.18 yields to the wheel's: before that version, the provider
 that is called `tcp` today had another name and fewer repairs.
+
+The wheel's library finds its plugins (verbs, efa) by itself: they lie beside it. They need Debian's `libibverbs1`,
+`librdmacm1` and `ibverbs-providers`, or what the NIC's vendor installs in their place.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import _ctypes
 import ctypes
 import logging
+import os
 import sys
 import sysconfig
 import threading
@@ -24,6 +28,17 @@ log = logging.getLogger(__name__)
 ADVICE = "install it with `pip install mpich` (brings libfabric 2.x) or your NIC vendor's libfabric package"
 _SONAME = "libfabric.so.1"
 _PREFERRED = (1, 18)
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_WHEEL_PLUGINS = {"verbs;ofi_rxm": "libverbs-fi.so", "efa": "libefa-fi.so"}
+
+_SETTINGS = {
+    # Peers per endpoint. Ours have one, or as many as the peer has NICs; the default of 256 makes ofi_rxm ask for
+    # completion queues that soft RoCE cannot have.
+    "FI_UNIVERSE_SIZE": "16",
+    # Within a host, EFA would hand writes to shm, which reports no death and lets the receiver pull.
+    "FI_EFA_ENABLE_SHM_TRANSFER": "0",
+}
+"""libfabric reads its settings from the environment, once, at its first call. What is set already stands."""
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "fi_version": (ctypes.c_uint32, []),
@@ -40,11 +55,16 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class FabricLibrary:
-    """A loaded libfabric with its exported functions typed."""
+    """A loaded libfabric with its exported functions typed. `reason` says why this one was taken."""
 
     path: str
     version: tuple[int, int]
     lib: Any
+    reason: str = ""
+
+    def __str__(self) -> str:
+        reason = f", {self.reason}" if self.reason else ""
+        return f"libfabric {'.'.join(map(str, self.version))} ({self.path}{reason})"
 
     def strerror(self, code: int) -> str:
         text: bytes | None = self.lib.fi_strerror(code)
@@ -59,8 +79,8 @@ def load_libfabric(path: str | None = None) -> FabricLibrary:
     """The library at `path`, or the best that this machine has. Raises LibraryMissing."""
     with _lock:
         if path not in _loaded:
-            library = _open(path) if path is not None else _search()
-            log.info("libfabric %d.%d from %s", *library.version, library.path)
+            library = _open(path, "as configured") if path is not None else _search()
+            log.info("%s", library)
             _loaded[path] = library
         return _loaded[path]
 
@@ -72,23 +92,53 @@ def wheel_candidates() -> list[Path]:
     return list(dict.fromkeys(root / "mpich" / _SONAME for root in roots))
 
 
-def _search() -> FabricLibrary:
-    wheel = next((candidate for candidate in wheel_candidates() if candidate.exists()), None)
+def remedy(library: FabricLibrary, provider: str) -> str:
+    """What to do about a provider that `library` does not offer, as the end of a sentence; "" if there is no advice."""
+    wheel = _wheel()
+    plugin = _WHEEL_PLUGINS.get(provider)
+    if plugin and not any(_RDMA_DEVICES.glob("*")):
+        return "; the kernel has no RDMA device (`ibv_devices` lists them)"
+    if wheel is None or not (plugin is None or (wheel.parent / "libfabric" / plugin).exists()):
+        return ""
+    if library.path != str(wheel):
+        return f"; the mpich wheel's library has it: configure {wheel}"
+    if plugin and not _loads("librdmacm.so.1"):
+        return "; the plugin needs Debian's libibverbs1, librdmacm1 and ibverbs-providers, or your NIC vendor's"
+    return ""
+
+
+def _wheel() -> Path | None:
+    return next((candidate for candidate in wheel_candidates() if candidate.exists()), None)
+
+
+def _loads(soname: str) -> bool:
     try:
-        system: FabricLibrary | None = _open(_SONAME)
+        ctypes.CDLL(soname)
+    except OSError:
+        return False
+    return True
+
+
+def _search() -> FabricLibrary:
+    wheel = _wheel()
+    try:
+        system: FabricLibrary | None = _open(_SONAME, "the system's")
     except LibraryMissing:
         system = None
     if system is not None and (system.version >= _PREFERRED or wheel is None):
         return system
     if wheel is None:
         raise LibraryMissing(f"libfabric is neither on the system ({_SONAME}) nor in this environment; {ADVICE}")
+    reason = "the mpich wheel's: the system has none"
     if system is not None:
-        log.info("libfabric %d.%d of the system is too old; taking the mpich wheel's", *system.version)
+        reason = f"the mpich wheel's: the system's {'.'.join(map(str, system.version))} is too old"
         _ctypes.dlclose(system.lib._handle)
-    return _open(str(wheel))
+    return _open(str(wheel), reason)
 
 
-def _open(path: str) -> FabricLibrary:
+def _open(path: str, reason: str) -> FabricLibrary:
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         lib = ctypes.CDLL(path)
     except OSError as error:
@@ -100,7 +150,7 @@ def _open(path: str) -> FabricLibrary:
             raise LibraryMissing(f"{path} is no libfabric: it lacks {name}; {ADVICE}") from error
         function.restype, function.argtypes = result, arguments
     version = lib.fi_version()
-    return FabricLibrary(_real_path(path), (version >> 16, version & 0xFFFF), lib)
+    return FabricLibrary(_real_path(path), (version >> 16, version & 0xFFFF), lib, reason)
 
 
 def _real_path(path: str) -> str:

@@ -1,20 +1,24 @@
 """Errors of the transport.
 
 TransportError
-├── LibraryMissing         libfabric cannot be loaded; the message says what to install
-├── ProviderUnavailable    libfabric is there, but not the provider asked for
-├── FabricError            a libfabric call or a posted write failed: call, code, text, provider, peer
+├── LibraryMissing         libfabric or libucp cannot be loaded; the message says what to install
+├── ProviderUnavailable    the library is there, but not the provider or NIC asked for
+├── FabricError            a library call or a posted write failed: call, code, text, provider, NIC, peer
 │   └── PeerLost               … because the peer is gone or cannot be reached
 ├── DescriptorMismatch     an address or descriptor is of another version or provider
 ├── NotConnected           a write on a link that has no peer yet
 ├── LinkClosed             the link was closed before the transfer had completed
 ├── TransferCancelled      the transfer was cancelled before all of its writes were posted
+├── MessageTooLarge        a message above MAX_MESSAGE_BYTES
+├── BacklogFull            the peer takes no messages, and too many wait for it
 ├── RegionBusy             a source region is still being read by transfers
 └── TransportClosed        the transport was closed
     └── TransportFailed    … because its worker thread ended by an error
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class TransportError(Exception):
@@ -30,16 +34,29 @@ class ProviderUnavailable(TransportError):
 
 
 class FabricError(TransportError):
-    """A libfabric call, or a write that was posted, failed.
+    """A library call, or a write that was posted, failed.
 
-    `code` is the positive error number, `strerror` its text, `peer` the name given to `Link.connect` ("" where none).
+    `code` is the positive error number, `strerror` its text, `peer` the name given to `Link.connect`, `nic` the local
+    interface ("" where none).
     """
 
-    def __init__(self, call: str, code: int, strerror: str, provider: str = "", peer: str = "") -> None:
-        self.call, self.code, self.strerror, self.provider, self.peer = call, code, strerror, provider, peer
+    def __init__(
+        self, call: str, code: int, strerror: str, provider: str = "", peer: str = "", *, nic: str = ""
+    ) -> None:
+        self.call, self.code, self.strerror, self.provider, self.peer, self.nic = (
+            call, code, strerror, provider, peer, nic,
+        )  # fmt: skip
         where = f" on {provider}" if provider else ""
+        through = f" through {nic}" if nic else ""
         towards = f" towards {peer}" if peer else ""
-        super().__init__(f"{call}{where}{towards} failed: {strerror} (error {code})")
+        super().__init__(f"{call}{where}{through}{towards} failed: {strerror} (error {code})")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.call, self.code, self.strerror, self.provider, self.peer, self.nic)
+
+
+def _rebuilt(kind: type[FabricError], *fields: Any) -> FabricError:
+    return kind(*fields[:-1], nic=fields[-1])
 
 
 class PeerLost(FabricError):
@@ -60,6 +77,14 @@ class LinkClosed(TransportError):
 
 class TransferCancelled(TransportError):
     """The transfer was cancelled before all of its writes were posted; `Transfer.posted` says how many were."""
+
+
+class MessageTooLarge(TransportError):
+    """A message is longer than a link carries; what is large travels by a write."""
+
+
+class BacklogFull(TransportError):
+    """Too many bytes of messages wait for a peer that takes none."""
 
 
 class RegionBusy(TransportError):

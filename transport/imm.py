@@ -5,11 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NewType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.api import Imm, split_imm
+Imm = NewType("Imm", int)
+"""The 32-bit immediate: slot in the low 20 bits, generation in the high 12."""
+
+SLOT_BITS = 20
+GENERATION_BITS = 12
+
+
+def make_imm(slot: int, generation: int) -> Imm:
+    """Packs a slot and its generation (taken modulo 2**12) into an immediate."""
+    if not 0 <= slot < 1 << SLOT_BITS:
+        raise ValueError(f"slot {slot} does not fit {SLOT_BITS} bits")
+    return Imm((generation % (1 << GENERATION_BITS)) << SLOT_BITS | slot)
+
+
+def split_imm(imm: int) -> tuple[int, int]:
+    """(slot, generation) of an immediate."""
+    return imm & ((1 << SLOT_BITS) - 1), imm >> SLOT_BITS
+
 
 OnFull = Callable[[Imm], None]
 Fired = tuple[OnFull, Imm]

@@ -45,7 +45,7 @@ class Inbox:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._functions: deque[Callable[[], None]] = deque()
+        self._functions: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
         self._resting = False
         self._ended: TransportError | None = None
@@ -55,11 +55,14 @@ class Inbox:
     def on_worker(self) -> bool:
         return threading.current_thread() is self._worker
 
-    def send(self, function: Callable[[], None]) -> None:
-        """Runs `function` on the worker, soon and in order. Raises TransportClosed."""
+    def send(self, function: Callable[[], object]) -> None:
+        """Runs `function` on the worker, soon and in order; at once if this is the worker. Raises TransportClosed."""
+        if self.on_worker:
+            self._check_open()
+            function()
+            return
         with self._lock:
-            if self._ended is not None:
-                raise type(self._ended)(str(self._ended))
+            self._check_open()
             self._functions.append(function)
             if self._resting:
                 self._wake()
@@ -72,15 +75,19 @@ class Inbox:
         self.send(call)
         return call.result()
 
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise type(self._ended)(str(self._ended))
+
     def nudge(self) -> None:
         """Ends the worker's rest."""
         with self._lock:
             if self._resting and self._ended is None:
                 self._wake()
 
-    def attach(self) -> None:
-        """The calling thread is the worker from now on."""
-        self._worker = threading.current_thread()
+    def attach(self, worker: threading.Thread | None = None) -> None:
+        """`worker`, or the calling thread, is the worker from now on."""
+        self._worker = worker or threading.current_thread()
 
     def begin_rest(self) -> bool:
         """False if there is something to do. Otherwise every `send` and `nudge` wakes, until `end_rest`."""
@@ -93,12 +100,11 @@ class Inbox:
         self._resting = False
 
     def take(self) -> bool:
-        """Runs what has come; True if anything had."""
-        moved = False
-        while self._functions:
-            moved = True
+        """Runs what has come until now, so that callers in a hurry do not starve the rest; True if anything had."""
+        count = len(self._functions)
+        for _ in range(count):
             attempted(self._functions.popleft(), "a request to the transport")
-        return moved
+        return count > 0
 
     def end(self, failure: TransportError | None = None) -> None:
         """Refuses from now on, and runs what had come before. After a failure the calls among it are refused too."""

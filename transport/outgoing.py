@@ -1,8 +1,9 @@
-"""The transfers of one link: which wait, which are outstanding, when each is done. No provider, no threads."""
+"""The transfers of one link: dealt over its paths, posted in turn, done when nothing more can come. No provider."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 from transport.errors import LinkClosed, TransportError
 from transport.imm import ImmediateCounters
 from transport.inbox import guarded
-from transport.transfer import TransferState
+from transport.shard import Pair, deal, pairings
+from transport.transfer import Part, TransferState
 
 
 @dataclass(slots=True)
@@ -20,32 +22,71 @@ class Outbox:
 
     finished: deque[TransferState] = field(default_factory=deque)
     imms: deque[NDArray[np.int64]] = field(default_factory=deque)
+    messages: deque[tuple[Callable[[bytes], None], bytes]] = field(default_factory=deque)
     posted: int = 0
     completed: int = 0
     failed: int = 0
     bytes_completed: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    paths_lost: int = 0
 
     def deliver(self, counters: ImmediateCounters) -> None:
-        """Counts the immediates and calls what is due: full counters first, then finished transfers."""
-        while self.imms or self.finished:
+        """Counts the immediates and calls what is due: full counters first, then messages, then finished transfers."""
+        while self.imms or self.messages or self.finished:
             while self.imms:
                 for on_full, imm in counters.count(self.imms.popleft()):
                     guarded(on_full, imm)
+            while self.messages:
+                on_message, message = self.messages.popleft()
+                guarded(on_message, message)
             while self.finished:
                 transfer = self.finished.popleft()
                 if transfer.on_done is not None:
                     guarded(transfer.on_done, transfer)
 
 
+class Path:
+    """What goes from one NIC here to one NIC there, first in, first posted. `pair` holds their indices."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.pending: deque[Part] = deque()
+        self.in_flight = 0
+        self.broken: TransportError | None = None
+
+    @property
+    def next(self) -> Part | None:
+        """The part whose writes are to be posted now. What was stopped is dropped here, not searched for before."""
+        while self.pending and self.pending[0].transfer.stopped:
+            self.pending.popleft()
+        return self.pending[0] if self.pending else None
+
+
 class Outgoing:
-    """First in, first posted. Used by the worker alone; finished transfers go to the outbox, never called back here."""
+    """Used by the worker alone; finished transfers go to the outbox, never called back here.
+
+    A path that breaks is taken out. What was queued on it and never posted is dealt to the others; a transfer of which
+    a write was in flight there fails, because that write may or may not have landed. The last path that breaks breaks
+    the link.
+    """
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
-        self._pending: deque[TransferState] = deque()
-        self._outstanding: dict[int, TransferState] = {}
+        self._paths: dict[Pair, Path] = {}
+        self._pairings: list[list[Path]] = []
+        self._turn = 0
+        self._outstanding: dict[int, Part] = {}
+        self._transfers: dict[TransferState, None] = {}
         self.broken: TransportError | None = None
         self.in_flight = 0
+        self.posted_total = 0
+
+    def connect(self, here: tuple[int, ...], there: tuple[int, ...]) -> list[Path]:
+        """Makes the paths between NICs on these rails; returns all of them."""
+        for pairs in pairings(here, there):
+            self._pairings.append([self._paths.setdefault(pair, Path(pair)) for pair in pairs])
+        return list(self._paths.values())
 
     @property
     def error(self) -> TransportError | None:
@@ -54,30 +95,44 @@ class Outgoing:
 
     @property
     def busy(self) -> bool:
-        return self.in_flight > 0 or bool(self._pending)
+        return bool(self._transfers)
 
     @property
-    def next(self) -> TransferState | None:
-        """The transfer whose writes are to be posted now."""
-        return self._pending[0] if self._pending else None
+    def transfers(self) -> list[TransferState]:
+        """Those that are not done."""
+        return list(self._transfers)
+
+    @property
+    def names(self) -> list[str]:
+        """The transfers that are not done, in words."""
+        return [str(transfer) for transfer in list(self._transfers)]
+
+    @property
+    def lost(self) -> list[Path]:
+        return [path for path in self._paths.values() if path.broken is not None]
 
     def submit(self, transfer: TransferState) -> None:
+        self._transfers[transfer] = None
         if self.broken is not None:
             transfer.stop(self.broken)
         if transfer.stopped or not transfer.total:
             self._finish(transfer)
-        else:
-            self._pending.append(transfer)
+            return
+        self._deal(transfer, 0, transfer.total)
 
-    def posted(self, transfer: TransferState, count: int) -> None:
-        """`count` more writes of the next transfer are in flight."""
+    def posted(self, path: Path, count: int) -> None:
+        """`count` more writes of the path's next part are in flight."""
+        part = path.pending[0]
         if count:
-            self._outstanding[transfer.ticket] = transfer
-            transfer.posted += count
+            self._outstanding[part.ticket] = part
+            part.at += count
+            part.transfer.posted += count
+            path.in_flight += count
             self.in_flight += count
+            self.posted_total += count
             self._outbox.posted += count
-        if transfer.posted == transfer.total:
-            self._pending.popleft()
+        if part.at == part.stop:
+            path.pending.popleft()
 
     def completed(self, tickets: NDArray[np.int64]) -> None:
         """One write of each ticket has completed."""
@@ -87,48 +142,96 @@ class Outgoing:
             distinct, counts = np.unique(tickets, return_counts=True)
             pairs = list(zip(distinct.tolist(), counts.tolist(), strict=True))
         for ticket, count in pairs:
-            transfer = self._outstanding[ticket]
-            self.in_flight -= count
-            transfer.completed += count
-            self._outbox.completed += count
-            self._outbox.bytes_completed += count * transfer.order.block_bytes
-            self._settle(transfer)
+            self.completed_of(ticket, count)
+
+    def completed_of(self, ticket: int, count: int) -> None:
+        """`count` writes of this ticket have completed."""
+        part = self._ended(ticket, count)
+        part.transfer.completed += count
+        self._outbox.completed += count
+        self._outbox.bytes_completed += count * part.block_bytes
+        self._settle(part.transfer)
 
     def failed(self, ticket: int, error: TransportError) -> None:
-        """One write has failed. That ends the link: providers tear the connection down with it."""
-        transfer = self._outstanding[ticket]
-        self.in_flight -= 1
-        transfer.failed += 1
+        """One write has failed. That ends its path: providers tear the connection down with it."""
+        part = self._ended(ticket, 1)
+        part.transfer.failed += 1
         self._outbox.failed += 1
-        transfer.stop(error)
-        self.break_off(error)
-        self._settle(transfer)
+        part.transfer.stop(error)
+        assert isinstance(part.path, Path)
+        self.break_path(part.path, error)
+        self._settle(part.transfer)
 
     def cancel(self, transfer: TransferState) -> None:
-        if transfer.done:
-            return
-        transfer.stop(transfer.cancelled())
-        if transfer in self._pending:
-            self._pending.remove(transfer)
-        self._settle(transfer)
-
-    def break_off(self, error: TransportError) -> None:
-        """Nothing more is posted. What is in flight stays so until it completes, fails or is abandoned."""
-        if self.broken is None:
-            self.broken = error
-        while self._pending:
-            transfer = self._pending.popleft()
-            transfer.stop(self.broken)
+        if not transfer.done:
+            transfer.stop(transfer.cancelled())
             self._settle(transfer)
 
-    def abandon(self) -> None:
-        """The endpoint is gone: nothing is in flight any more, and every transfer is done."""
-        for transfer in list(self._outstanding.values()):
-            self._outbox.failed += transfer.in_flight
-            transfer.failed += transfer.in_flight
-            transfer.stop(self.error or LinkClosed(f"{transfer} was in flight when its link was closed"))
-            self._finish(transfer)
-        self.in_flight = 0
+    def break_path(self, path: Path, error: TransportError) -> None:
+        """Nothing more is posted on it. What is in flight there stays so until it completes, fails or is abandoned."""
+        if path.broken is not None:
+            return
+        path.broken = error
+        self._outbox.paths_lost += 1
+        left, path.pending = path.pending, deque()
+        if all(other.broken is not None for other in self._paths.values()):
+            self.break_off(error)
+        for part in left:
+            if self.broken is None and not part.transfer.stopped:
+                self._deal(part.transfer, part.at, part.stop)
+            part.stop = part.at
+
+    def break_off(self, error: TransportError) -> None:
+        """Nothing more is posted on the link."""
+        if self.broken is None:
+            self.broken = error
+        for transfer in list(self._transfers):
+            if transfer.posted < transfer.total:
+                transfer.stop(self.broken)
+                self._settle(transfer)
+
+    def abandon(self, paths: list[Path] | None = None) -> None:
+        """The endpoints of these paths (None: of the link) are gone: nothing is in flight on them any more."""
+        gone = list(self._paths.values()) if paths is None else paths
+        for part in [part for part in self._outstanding.values() if part.path in gone]:
+            transfer, count = part.transfer, part.in_flight
+            self._ended(part.ticket, count)
+            transfer.failed += count
+            self._outbox.failed += count
+            why = part.path.broken if isinstance(part.path, Path) else None
+            transfer.stop(why or self.error or LinkClosed(f"{transfer} was in flight when its link was closed"))
+            self._settle(transfer)
+        if paths is None:
+            for transfer in list(self._transfers):
+                self._finish(transfer)
+
+    def _deal(self, transfer: TransferState, start: int, stop: int) -> None:
+        """Blocks `start:stop` to the paths of this turn's pairing that are left, or to any that is."""
+        pairing = self._pairings[self._turn % len(self._pairings)]
+        alive = [path for path in pairing if path.broken is None]
+        alive = alive or [path for path in self._paths.values() if path.broken is None]
+        order = transfer.order
+        odd = order.last_bytes != order.block_bytes and stop == transfer.total
+        for which, first, last in deal(stop - start - odd, len(alive), self._turn):
+            self._queue(alive[which], Part(transfer, start + first, start + last, order.block_bytes))
+        if odd:
+            self._queue(alive[(self._turn - 1) % len(alive)], Part(transfer, stop - 1, stop, order.last_bytes))
+        self._turn += 1
+
+    @staticmethod
+    def _queue(path: Path, part: Part) -> None:
+        part.path = path
+        path.pending.append(part)
+
+    def _ended(self, ticket: int, count: int) -> Part:
+        part = self._outstanding[ticket]
+        assert isinstance(part.path, Path)
+        part.ended += count
+        part.path.in_flight -= count
+        self.in_flight -= count
+        if not part.in_flight:  # posting more of it puts it back
+            del self._outstanding[ticket]
+        return part
 
     def _settle(self, transfer: TransferState) -> None:
         if transfer.in_flight == 0 and (transfer.stopped or transfer.posted == transfer.total):
@@ -136,6 +239,6 @@ class Outgoing:
 
     def _finish(self, transfer: TransferState) -> None:
         if not transfer.done:
-            self._outstanding.pop(transfer.ticket, None)
+            self._transfers.pop(transfer, None)
             transfer.finish()
             self._outbox.finished.append(transfer)

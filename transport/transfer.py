@@ -1,4 +1,7 @@
-"""What a submitted write becomes: an order (checked numbers) and a transfer (its progress). No provider in here."""
+"""What a submitted write becomes: an order (checked numbers), a transfer (its progress) and the parts it is dealt into.
+
+No provider in here.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from transport.api import (
-    DESCRIPTOR_VERSION,
-    Imm,
-    LinkAddress,
-    Memory,
-    OnDone,
-    PagedWrite,
-    RegionDescriptor,
-    SingleWrite,
-)
-from transport.errors import DescriptorMismatch, TransferCancelled
+from transport.api import Imm, Memory, OnDone, PagedWrite, RegionDescriptor, SingleWrite
+from transport.descriptors import check_descriptor
+from transport.errors import TransferCancelled
 
 _ZERO = np.zeros(1, np.int64)
 _tickets = itertools.count(1)
@@ -37,17 +32,13 @@ class Source(Protocol):
     @property
     def users(self) -> set[TransferState]: ...
 
-    @property
-    def desc(self) -> int:
-        """What the provider takes as the local descriptor of a write; 0 where it needs none."""
-        ...
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
     """Writes as numbers: block i goes from source + source_stride·source_index[i] to target + … under `key`.
 
-    `source` is an address; `target` is what the provider wants: an offset or a virtual address.
+    `source` is an address; `target` is what the provider wants: an offset or a virtual address. `keys` has one key for
+    each NIC of the peer. The last block is `last_bytes` long where a range was cut into unequal parts.
     """
 
     region: Source | None
@@ -58,8 +49,14 @@ class Order:
     target: int
     target_stride: int
     target_index: NDArray[np.int64]
-    key: int
+    keys: tuple[bytes, ...]
     imm: Imm
+    last_bytes: int
+
+    def bytes_of(self, start: int, stop: int) -> int:
+        """Payload of the blocks `start:stop`."""
+        short = self.block_bytes - self.last_bytes if stop == len(self.source_index) and stop > start else 0
+        return (stop - start) * self.block_bytes - short
 
 
 def paged_order(write: PagedWrite, provider: str) -> Order:
@@ -81,7 +78,7 @@ def paged_order(write: PagedWrite, provider: str) -> Order:
         _as_source(write.source), write.block_bytes,
         memory.address + write.source_offset, write.source_stride, source_index,
         write.target.base + write.target_offset, write.target_stride, target_index,
-        write.target.key, _checked_imm(write.imm),
+        write.target.keys, _checked_imm(write.imm), write.block_bytes,
     )  # fmt: skip
 
 
@@ -90,29 +87,26 @@ def single_order(write: SingleWrite, provider: str) -> Order:
     check_descriptor(write.target, provider)
     if write.length_bytes <= 0:
         raise ValueError(f"length_bytes must be positive, not {write.length_bytes}; for no payload use immediate()")
+    if not 1 <= write.parts <= write.length_bytes:
+        raise ValueError(f"parts must be from 1 to length_bytes ({write.length_bytes}), not {write.parts}")
     memory = write.source.memory
     _check("source", write.source_offset, 0, _ZERO, write.length_bytes, memory.length_bytes)
     _check("target", write.target_offset, 0, _ZERO, write.length_bytes, write.target.length_bytes)
+    block = -(-write.length_bytes // write.parts)
+    parts = -(-write.length_bytes // block)
+    if parts != write.parts:
+        raise ValueError(f"{write.length_bytes} bytes cannot be cut into {write.parts} parts of about equal length")
+    index = _ZERO if parts == 1 else np.arange(parts, dtype=np.int64)
     return Order(
-        _as_source(write.source), write.length_bytes, memory.address + write.source_offset, 0, _ZERO,
-        write.target.base + write.target_offset, 0, _ZERO, write.target.key, _checked_imm(write.imm),
+        _as_source(write.source), block, memory.address + write.source_offset, block, index,
+        write.target.base + write.target_offset, block, index, write.target.keys, _checked_imm(write.imm),
+        write.length_bytes - (parts - 1) * block,
     )  # fmt: skip
 
 
 def immediate_order(target: RegionDescriptor, imm: Imm, provider: str) -> Order:
     check_descriptor(target, provider)
-    return Order(None, 0, 0, 0, _ZERO, target.base, 0, _ZERO, target.key, _checked_imm(imm))
-
-
-def check_descriptor(given: RegionDescriptor | LinkAddress, provider: str) -> None:
-    """Raises DescriptorMismatch."""
-    kind = "descriptor" if isinstance(given, RegionDescriptor) else "address"
-    if given.version != DESCRIPTOR_VERSION:
-        raise DescriptorMismatch(
-            f"the peer's {kind} has version {given.version}, this side speaks {DESCRIPTOR_VERSION}"
-        )
-    if given.provider != provider:
-        raise DescriptorMismatch(f"the peer's {kind} is for provider {given.provider!r}, this side uses {provider!r}")
+    return Order(None, 0, 0, 0, _ZERO, target.base, 0, _ZERO, target.keys, _checked_imm(imm), 0)
 
 
 def _checked_imm(imm: Imm) -> Imm:
@@ -137,6 +131,33 @@ def _check(side: str, offset: int, stride: int, index: NDArray[np.int64], block:
         )
 
 
+class Part:
+    """A contiguous range of a transfer's blocks that one path carries. Written by the worker alone.
+
+    Blocks `start:at` were posted, `at:stop` were not; all of them are `block_bytes` long.
+    """
+
+    __slots__ = ("at", "block_bytes", "ended", "path", "start", "stop", "ticket", "transfer")
+
+    def __init__(self, transfer: TransferState, start: int, stop: int, block_bytes: int) -> None:
+        self.transfer, self.start, self.at, self.stop = transfer, start, start, stop
+        self.block_bytes = block_bytes
+        self.ticket = next(_tickets)
+        self.path: Path | None = None
+        self.ended = 0
+        """Writes of it that have completed or failed."""
+
+    @property
+    def in_flight(self) -> int:
+        return self.at - self.start - self.ended
+
+
+class Path(Protocol):
+    """One pair of NICs, as far as a part needs to know it."""
+
+    in_flight: int
+
+
 class TransferState:
     """Implements `transport.api.Transfer`. The counts are written by the worker alone."""
 
@@ -144,7 +165,7 @@ class TransferState:
         self, order: Order, on_done: OnDone | None, peer: str, cancel: Callable[[TransferState], None]
     ) -> None:
         self.order, self.on_done, self.peer = order, on_done, peer
-        self.ticket = next(_tickets)
+        self.number = next(_tickets)
         self.total = len(order.source_index)
         self.posted = 0
         self.completed = 0
@@ -192,4 +213,4 @@ class TransferState:
 
     def __str__(self) -> str:
         towards = f" to {self.peer}" if self.peer else ""
-        return f"transfer {self.ticket}{towards}"
+        return f"transfer {self.number}{towards}"

@@ -31,7 +31,7 @@ class KvMemory:
         mapping = mmap.mmap(self.fd, geometry.region_bytes)  # kept by the array over it
         g = geometry
         self.blocks: NDArray[Any] = np.frombuffer(mapping, dtype=_DTYPES[g.element_bytes]).reshape(
-            g.layers, g.pages, 2, g.kv_heads, g.page_size, g.head_dim
+            g.layers, g.pages, *g.block_shape
         )
 
     @property

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from pdserve.errors import OutOfPages
 from pdserve.messenger.handoff import decode as h
+from pdserve.messenger.held import HeldMemory
 from pdserve.messenger.peers import Peer, PeerTable, ReceiverParts
 from pdserve.messenger.slots import SlotTable
 from pdserve.messenger.target import HandoffTrace, TargetHandoff
@@ -28,7 +29,7 @@ from pdserve.messenger.wire import (
     Reject,
     ToPrefill,
 )
-from pdserve.types import RequestId
+from pdserve.types import Incarnation, RequestId
 from policies.sharding import expected_count, pages_sent
 from transport.api import Imm
 
@@ -55,6 +56,7 @@ class Attempts:
         self._peers = peers
         self._post = post
         self._slots = SlotTable()
+        self._held = HeldMemory(parts.pool, self._slots)
         self._handoffs: dict[HandoffId, TargetHandoff] = {}
         self._traces: OrderedDict[RequestId, HandoffTrace] = OrderedDict()
         self._traced: dict[HandoffId, RequestId] = {}
@@ -63,11 +65,11 @@ class Attempts:
         self.failures = {"transfer": 0, "expired": 0, "rejected": 0, "peer_lost": 0}
 
     def __len__(self) -> int:
-        return len(self._handoffs)
+        return len(self._handoffs) + len(self._held)
 
     @property
     def quarantined(self) -> int:
-        return sum(entry.machine.state in h.HELD for entry in list(self._handoffs.values()))
+        return sum(entry.machine.state in h.HELD for entry in list(self._handoffs.values())) + len(self._held)
 
     def trace(self, request_id: RequestId) -> HandoffTrace | None:
         return self._traces.get(request_id)
@@ -117,11 +119,27 @@ class Attempts:
         if entry is not None:
             self._feed(entry, h.GiveUp(reason, retryable=False))
 
-    def revoked(self, peer: Peer, reason: str) -> None:
-        """The peer's link is closed and drained."""
+    def revoked(self, peer: Peer, reason: str, *, safe: bool) -> None:
+        """The peer's link is closed and drained; unless `safe`, its writes may land until its process has ended."""
         self.failures["peer_lost"] += 1
+        why = f"{peer.node} was lost: {reason}"
         for entry in [e for e in self._handoffs.values() if e.peer == peer.node]:
-            self._feed(entry, h.PeerRevoked(f"{peer.node} was lost: {reason}"))
+            if safe:
+                self._feed(entry, h.PeerRevoked(why))
+            else:
+                self._hold(entry, peer, why)
+
+    def _hold(self, entry: TargetHandoff, peer: Peer, why: str) -> None:
+        """The attempt is given up, and nobody is left to answer a cancel: its memory waits for the process's end."""
+        assert peer.incarnation is not None
+        self._feed(entry, h.GiveUp(why, retryable=True))
+        self._disarm(entry)
+        self._held.hold(peer.incarnation, entry.pages, entry.imm)
+        _log.warning("%d pages of %s stay quarantined: its process may still write to them", len(entry.pages), entry.id)
+
+    def release_held(self, incarnation: Incarnation) -> None:
+        """That prefill node's process has ended."""
+        self._held.release(incarnation)
 
     # ------------------------------------------------ messages
 
@@ -211,7 +229,7 @@ class Attempts:
 
     def _send(self, peer: Peer, message: ToPrefill) -> None:
         try:
-            peer.channel.send(message)
+            peer.send(message)
         except Exception as error:  # as if it had been lost on the way: deadlines see to that
             _log.warning("%s to %s was not sent: %s", type(message).__name__, peer.node, error)
 
@@ -227,9 +245,13 @@ class Attempts:
 
     def _retire(self, entry: TargetHandoff) -> int:
         """Stops counting and gives the slot back; returns what was counted."""
+        counted = self._disarm(entry)
+        self._slots.give_back(entry.imm)
+        return counted
+
+    def _disarm(self, entry: TargetHandoff) -> int:
         counted = 0 if entry.armed is None else entry.armed.disarm(entry.imm)
         entry.armed = None
-        self._slots.give_back(entry.imm)
         del self._handoffs[entry.id]
         return counted
 

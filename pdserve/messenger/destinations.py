@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 from pdserve.errors import MeetingRefused
 from pdserve.messenger.answers import Answers
+from pdserve.messenger.line import LostPaths
 from pdserve.messenger.liveness import PeerWatch
-from pdserve.messenger.meeting import Transports, choose_provider, refusal
+from pdserve.messenger.meeting import Transports, WireWish, refusal
 from pdserve.messenger.wire import MeetRefusal, MeetReply, MeetRequest, NodeCard
-from pdserve.types import Incarnation
+from pdserve.types import Incarnation, NodeId
 from transport.api import Link, SourceRegion
+from transport.choice import Choice
 from transport.errors import TransportError
 
 _log = logging.getLogger(__name__)
@@ -25,15 +29,19 @@ class Destination:
     link: Link
     source: SourceRegion
     answers: Answers
+    paths: LostPaths = field(default_factory=LostPaths)
 
 
 class Destinations:
-    """Owned by the sender's thread."""
+    """Owned by the sender's thread. `take(node, data)` gets what decode nodes say, on the transport's thread."""
 
-    def __init__(self, card: NodeCard, transports: Transports, provider: str) -> None:
+    def __init__(
+        self, card: NodeCard, transports: Transports, wish: WireWish, take: Callable[[NodeId, bytes], None]
+    ) -> None:
         self._card = card
         self._transports = transports
-        self._provider = provider
+        self._wish = wish
+        self._take = take
         self._met: dict[Incarnation, Destination] = {}
         self._last: dict[Incarnation, int] = {}  # number of the last meeting, also of those that were lost
         self._watch = PeerWatch()
@@ -44,6 +52,14 @@ class Destinations:
     def all(self) -> list[Incarnation]:
         return list(self._met)
 
+    def others_at(self, card: NodeCard) -> list[Incarnation]:
+        """Other incarnations of a node: of these at most one can live, and it may be on a host that reports no end."""
+        return [
+            incarnation
+            for incarnation, peer in self._met.items()
+            if peer.request.card.node_id == card.node_id and incarnation != card.incarnation
+        ]
+
     def answered(self, request: MeetRequest) -> MeetReply | MeetRefusal | None:
         """The answer to a meeting that is not new: repeated, or overtaken by a later one."""
         incarnation = request.card.incarnation
@@ -51,7 +67,7 @@ class Destinations:
         if request.number > last:
             return None
         if request.number == last and incarnation in self._met:
-            return MeetReply(self._card)
+            return MeetReply(self._card, self._met[incarnation].link.address)
         return MeetRefusal(
             f"meeting {request.number} is over: {request.card.node_id} has asked for a later one, or left"
         )
@@ -65,23 +81,24 @@ class Destinations:
             _log.warning("refused %s: %s", theirs.node_id, reason)
             return MeetRefusal(reason)
         _log.info("met %s over %s, window %d", theirs.node_id, request.address.provider, request.window)
-        return MeetReply(self._card)
+        return MeetReply(self._card, self._met[theirs.incarnation].link.address)
 
     def _connect(self, request: MeetRequest) -> str | None:
         try:
-            provider = choose_provider(self._provider, self._card, request.card)
-            if request.address.provider != provider:
-                return f"provider differs: {provider} at {self._card.node_id}, {request.address.provider} at the peer"
-            self._open(provider, request)
+            choice = self._wish.choose(self._card, request.card)
+            theirs = request.address.provider
+            if theirs != choice.provider:
+                return f"provider differs: {choice.provider} at {self._card.node_id}, {theirs} at the peer"
+            self._open(choice, request)
         except (MeetingRefused, TransportError, ValueError) as error:
             return str(error)
         if request.card.host == self._card.host:
             self._watch.add(request.card.incarnation, request.card.pid)
         return None
 
-    def _open(self, provider: str, request: MeetRequest) -> None:
-        opened = self._transports.get(provider)
-        link = opened.transport.open_link()
+    def _open(self, choice: Choice, request: MeetRequest) -> None:
+        opened = self._transports.get(choice)
+        link = opened.transport.open_link(partial(self._take, request.card.node_id))
         try:
             link.connect(request.address, window=request.window, name=request.card.node_id)
         except Exception:
@@ -98,10 +115,14 @@ class Destinations:
     def may_still_read(self, incarnation: Incarnation) -> bool:
         """Whether closing the link leaves a peer that may read our memory, for as long as it lives."""
         peer = self._met.get(incarnation)
-        return peer is not None and self._transports.get(peer.request.address.provider).transport.receiver_pulls
+        opened = None if peer is None else self._transports.opened(peer.request.address.provider)
+        return opened is not None and opened.transport.receiver_pulls
 
     def broken(self) -> list[tuple[Incarnation, str]]:
-        """Those whose link has failed, and how."""
+        """Those whose link has failed, and how. One that has lost a part of its paths is told of in the log."""
+        for peer in self._met.values():
+            if peer.link.error is None:
+                peer.paths.look(peer.request.card.node_id, peer.link)
         return [(who, str(peer.link.error)) for who, peer in self._met.items() if peer.link.error]
 
     def ended(self) -> list[Incarnation]:

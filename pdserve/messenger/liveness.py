@@ -37,10 +37,12 @@ class PeerWatch:
         self._gone: set[Incarnation] = set()
 
     def add(self, incarnation: Incarnation, pid: int) -> None:
-        """Watches `pid`; one that has ended already is reported by the next `ended()`.
+        """Watches `pid`; one that has ended already is reported by the next `ended()`. One that is watched stays so.
 
         Where the system has no pidfd, there is no proof to be had: deadlines do it, as for another host.
         """
+        if incarnation in self._pids:
+            return
         self._pids[incarnation] = pid
         try:
             fd = os.pidfd_open(pid)

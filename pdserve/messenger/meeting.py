@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from pdserve.errors import MeetingRefused
 from pdserve.messenger.wire import NodeCard
 from pdserve.types import Role
 from transport.api import Memory, SourceRegion, Transport
+from transport.choice import Choice, choose
+from transport.errors import TransportError
+
+_log = logging.getLogger(__name__)
 
 _COMPARED = ("protocol", "fingerprint", "dtype", "page_size", "kv_layout", "head_dim", "groups", "parallel")
 
@@ -26,27 +31,27 @@ def refusal(prefill: NodeCard, decode: NodeCard) -> str | None:
     return None
 
 
-def choose_provider(configured: str, mine: NodeCard, theirs: NodeCard) -> str:
-    """The wire between two nodes: the configured one, else `shm` on one host, else `tcp`.
+@dataclass(frozen=True, slots=True)
+class WireWish:
+    """What the settings say about the wire."""
 
-    Raises MeetingRefused when the two have no such provider in common.
-    """
-    wanted = configured
-    if configured == "auto":
-        wanted = "shm" if mine.host == theirs.host and "shm" in mine.providers and "shm" in theirs.providers else "tcp"
-    for card in (mine, theirs):
-        if wanted not in card.providers:
-            raise MeetingRefused(
-                f"provider {wanted!r} is not to be had at {card.node_id} (it has {', '.join(card.providers) or 'none'})"
-            )
-    return wanted
+    provider: str = "auto"
+    allow_tcp: bool = False  # also between GPUs
+
+    def choose(self, mine: NodeCard, theirs: NodeCard) -> Choice:
+        """The same on both sides. Raises MeetingRefused, which names the side that lacks it."""
+        try:
+            return choose(self.provider, mine.reach, theirs.reach, allow_tcp=self.allow_tcp)
+        except TransportError as error:
+            raise MeetingRefused(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTransport:
-    """A transport, and the KV memory registered with it as a source."""
+    """A transport, why it was chosen at first, and the KV memory registered with it as a source."""
 
     transport: Transport
+    reason: str
     source: SourceRegion
 
 
@@ -59,12 +64,27 @@ class Transports:
         self._open: dict[str, OpenTransport] = {}
         self._lock = threading.Lock()
 
-    def get(self, provider: str) -> OpenTransport:
+    def get(self, choice: Choice) -> OpenTransport:
+        """Raises what opening it raises."""
         with self._lock:
-            if provider not in self._open:
-                transport = self._open_transport(provider)
-                self._open[provider] = OpenTransport(transport, transport.register(self.memory))
-            return self._open[provider]
+            if choice.provider not in self._open:
+                transport = self._open_transport(choice.provider)
+                try:
+                    source = transport.register(self.memory)
+                except BaseException:
+                    transport.close()
+                    raise
+                _log.info("wire: %s; chosen because %s", transport.description, choice.reason)
+                self._open[choice.provider] = OpenTransport(transport, choice.reason, source)
+            return self._open[choice.provider]
+
+    def opened(self, provider: str) -> OpenTransport | None:
+        with self._lock:
+            return self._open.get(provider)
+
+    def all(self) -> list[OpenTransport]:
+        with self._lock:
+            return list(self._open.values())
 
     def fault(self) -> Exception | None:
         """What has ended the worker of one of them: nothing in this process can be transferred over it any more."""

@@ -15,10 +15,11 @@ from functools import partial
 
 from pdserve.errors import MeetingRefused, OutOfPages
 from pdserve.messenger.attempts import Attempts
+from pdserve.messenger.line import Intake
 from pdserve.messenger.mailbox import Mailbox
 from pdserve.messenger.peers import Peer, PeerTable, ReceiverParts
 from pdserve.messenger.target import DecodeEngine, HandoffTrace, Job, TargetHandoff
-from pdserve.messenger.wire import NotMet, ToDecode
+from pdserve.messenger.wire import Accept, Done, NotMet, Quiesced, Reject, ToDecode
 from pdserve.types import FinishReason, GenerationRequest, Incarnation, NodeId, PageIndex, RequestId, SequenceOutput
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class Receiver:
         self._arrivals = 0
         self._waiting: list[Job] = []  # for pages, by arrival
         self._next_check = 0.0
-        self._peers = PeerTable(parts)
+        self._intake: Intake[ToDecode] = Intake(Accept, Reject, Quiesced, Done, NotMet)
+        self._peers = PeerTable(parts, lambda node, data: self._mail.post(lambda: self._read(node, data)))
         self._mail: Mailbox[Event] = Mailbox("pdserve-receiver", lambda event: event(), self._between)
         self._attempts = Attempts(parts, self._peers, self._mail.post)
         self._attempts.outcomes = self
@@ -61,6 +63,7 @@ class Receiver:
         self._mail.post(lambda: self._cancel(request_id))
 
     def on_message(self, message: ToDecode) -> None:
+        """One that has come aside of the links."""
         self._mail.post(lambda: self._message(message))
 
     def peer_lost(self, node: NodeId, reason: str) -> None:
@@ -97,6 +100,11 @@ class Receiver:
     @property
     def failures(self) -> dict[str, int]:
         return dict(self._attempts.failures)
+
+    @property
+    def unreadable(self) -> int:
+        """Messages dropped because they were none of ours."""
+        return self._intake.unreadable
 
     def close(self) -> None:
         """Ends what still waits and revokes every peer; after the engine was closed. Idempotent."""
@@ -295,21 +303,30 @@ class Receiver:
             job.meeting = False
         return jobs
 
+    def _read(self, node: NodeId, data: bytes) -> None:
+        message = self._intake.read(data, node)
+        if message is not None:
+            self._message(message)
+
     def _message(self, message: ToDecode) -> None:
         if not isinstance(message, NotMet):
             self._attempts.on_message(message)
-            return
-        peer = self._attempts.peer_of(message.id)
-        if peer is not None and peer.incarnation == message.target:
-            self.revoke(peer, message.reason)
+        elif message.id.decode == self._parts.card.incarnation:
+            peer = self._attempts.peer_of(message.id) or self._peers.met_as(message.id.number)
+            # One that has not answered yet has closed its link before we could meet.
+            if peer is not None and peer.incarnation in (None, message.target):
+                self.revoke(peer, message.reason)
 
-    def revoke(self, peer: Peer, reason: str) -> None:
-        """After this nothing of the peer can land, and all memory that it could have hit is safe."""
+    def revoke(self, peer: Peer, reason: str, *, ended: bool = False) -> None:
+        """After this nothing of the peer can land, and all memory that it could have hit is safe.
+
+        Where the transport cannot promise that, such memory is held until the peer's process has `ended`.
+        """
         _log.warning("revoking %s: %s", peer.node, reason)
-        met = peer.link is not None
-        self._peers.revoke(peer)
+        met, safe = peer.link is not None, ended or peer.transport.revokes
+        self._peers.revoke(peer, watch=not safe)
         if met:
-            self._attempts.revoked(peer, reason)
+            self._attempts.revoked(peer, reason, safe=safe)
         else:
             self._meeting_failed(peer.node, ConnectionError(reason))
 
@@ -317,6 +334,12 @@ class Receiver:
         peer = self._peers.get(node)
         if peer is not None:
             self.revoke(peer, reason)
+
+    def _end_process(self, incarnation: Incarnation) -> None:
+        peer = self._peers.of(incarnation)
+        if peer is not None:
+            self.revoke(peer, "its process has ended", ended=True)
+        self._attempts.release_held(incarnation)
 
     def _replace(self, node: NodeId, incarnation: Incarnation) -> None:
         peer = self._peers.get(node)
@@ -340,8 +363,8 @@ class Receiver:
         return CHECK_S if self._jobs or len(self._attempts) else 0.2
 
     def _check(self, now: float) -> None:
-        for peer in self._peers.ended():
-            self.revoke(peer, "its process has ended")
+        for incarnation in self._peers.ended():
+            self._end_process(incarnation)
         for peer, fault in self._peers.broken():
             self.revoke(peer, f"its link has failed: {fault}")
         for peer in self._peers.unanswered(now):

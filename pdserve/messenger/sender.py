@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from pdserve.engine.hooks import Chunk
 from pdserve.messenger.destinations import Destination, Destinations
+from pdserve.messenger.line import Intake, send
 from pdserve.messenger.mailbox import Mailbox
 from pdserve.messenger.sources import PrefillEngine, SenderParts, Sources
 from pdserve.messenger.wire import (
     Accept,
     Cancel,
     Done,
+    HandoffId,
     HandoffRequest,
     MeetCallback,
     MeetRefusal,
@@ -52,7 +54,8 @@ class Sender:
     def __init__(self, parts: SenderParts) -> None:
         self._parts = parts
         self._layer_counter: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
-        self._peers = Destinations(parts.card, parts.transports, parts.provider)
+        self._intake: Intake[ToPrefill] = Intake(HandoffRequest, Cancel)
+        self._peers = Destinations(parts.card, parts.transports, parts.wish, self._take)
         self._next_check = 0.0
         self._closed = False
         self._mail: Mailbox[Event] = Mailbox("pdserve-sender", lambda event: event(), self._between)
@@ -72,10 +75,12 @@ class Sender:
         self._mail.post(lambda: self._answer_meeting(request, reply))
 
     def on_message(self, message: ToPrefill) -> None:
-        if isinstance(message, HandoffRequest):
-            self._mail.post(lambda: self._requested(message))
-        else:
-            self._mail.post(lambda: self._cancelled(message))
+        """One that has come aside of the links."""
+        self._mail.post(lambda: self._message(message))
+
+    def _take(self, node: NodeId, data: bytes) -> None:
+        """Called on a transport's thread."""
+        self._mail.post(lambda: self._read(node, data))
 
     def peer_lost(self, incarnation: Incarnation, reason: str) -> None:
         """The decode node is gone: its writes will never complete, so the link towards it is closed."""
@@ -113,6 +118,11 @@ class Sender:
         """Handoffs that ended without their pages, cancelled ones apart."""
         return self._sources.failures
 
+    @property
+    def unreadable(self) -> int:
+        """Messages dropped because they were none of ours."""
+        return self._intake.unreadable
+
     def close(self) -> None:
         """Gives up what is under way and closes every link; after the engine was closed. Idempotent."""
         if self._closed:
@@ -139,6 +149,9 @@ class Sender:
         answer = self._peers.answered(request)
         if answer is not None:
             return answer
+        for predecessor in self._peers.others_at(request.card):
+            # Told, in case that this meeting is the late one: the other then meets again.
+            self._lose(predecessor, "another incarnation lives there", tell=True)
         self._lose(request.card.incarnation, "the decode node revoked this one, and meets again")
         self._sources.release_held(request.card.incarnation)
         return self._peers.meet(request)
@@ -151,18 +164,20 @@ class Sender:
             lost.set()
 
     def _lose(self, incarnation: Incarnation, reason: str, *, tell: bool = False) -> None:
-        """Closes the link; its handoffs end. With `tell`, the decode node lives and hears that it must meet anew."""
+        """Closes the link; its handoffs end. With `tell`, the decode node lives and hears that it must meet anew.
+
+        It hears so even if no handoff is under way: not every provider shows a peer that its link is closed.
+        """
         hold = tell and self._peers.may_still_read(incarnation)
         peer = self._peers.forget(incarnation, watch=hold)
         if peer is None:
             return
         _log.warning("lost %s: %s", peer.request.card.node_id, reason)
-        hit = self._sources.stop_all(incarnation, reason, hold=hold)
+        self._sources.stop_all(incarnation, reason, hold=hold)
         peer.link.close()  # every transfer of it is done on return; their callbacks are in the mailbox
         if tell:
-            mine = self._parts.card.incarnation
-            for request in hit:
-                self._send(request.sender, NotMet(request.id, mine, mine, reason))
+            mine, meeting = self._parts.card.incarnation, HandoffId(incarnation, peer.request.number)
+            self._send_aside(peer.request.card.node_id, NotMet(meeting, mine, mine, reason))
 
     def broken(self, peer: Destination, reason: str) -> None:
         """A write failed, which ends its link: whatever follows would fail too, until the two have met again."""
@@ -171,22 +186,33 @@ class Sender:
 
     # ------------------------------------------------ messages
 
+    def _read(self, node: NodeId, data: bytes) -> None:
+        message = self._intake.read(data, node)
+        if message is not None:
+            self._message(message)
+
+    def _message(self, message: ToPrefill) -> None:
+        if isinstance(message, HandoffRequest):
+            self._requested(message)
+        else:
+            self._cancelled(message)
+
     def _requested(self, request: HandoffRequest) -> None:
         peer = self._sender_of(request)
         if peer is None:
             return
         answer = peer.answers.get(request.id)
         if answer is not None:
-            self._send(request.sender, answer)
+            self._send(peer, answer)
         elif request.id in self._sources:
-            self._accept(request, 0)
+            self._accept(peer, request, 0)
         elif peer.answers.void(request.id):
             _log.warning("%s of %s comes too late: not carried out", request.id, request.sender)
         elif reason := self._sources.impossible(request):
             reject = Reject(request.id, self._parts.card.incarnation, reason, retryable=False)
             self.finish(peer, reject)
         else:
-            self._accept(request, len(self._sources))
+            self._accept(peer, request, len(self._sources))
             self._sources.add(request)
             self._sources.admit()
 
@@ -212,13 +238,16 @@ class Sender:
         peer = self._peers.get(message.source) if message.target == mine else None
         if peer is None:
             reason = "this decode node has not met me" if message.target == mine else "my predecessor was meant"
-            self._send(message.sender, NotMet(message.id, mine, message.target, reason))
+            self._send_aside(message.sender, NotMet(message.id, mine, message.target, reason))
         return peer
 
-    def _accept(self, request: HandoffRequest, position: int) -> None:
-        self._send(request.sender, Accept(request.id, self._parts.card.incarnation, position))
+    def _accept(self, peer: Destination, request: HandoffRequest, position: int) -> None:
+        self._send(peer, Accept(request.id, self._parts.card.incarnation, position))
 
-    def _send(self, to: NodeId, message: ToDecode) -> None:
+    def _send(self, peer: Destination, message: ToDecode) -> None:
+        send(message, peer.link, lambda message: self._send_aside(peer.request.card.node_id, message))
+
+    def _send_aside(self, to: NodeId, message: ToDecode) -> None:
         try:
             self._parts.channel(to).send(message)
         except Exception as error:  # as if it had been lost on the way, which the protocol bears
@@ -226,7 +255,7 @@ class Sender:
 
     def finish(self, peer: Destination, answer: Reject | Quiesced | Done) -> None:
         peer.answers.put(answer.id, answer)
-        self._send(peer.request.card.node_id, answer)
+        self._send(peer, answer)
 
     # ------------------------------------------------ between events
 

@@ -19,7 +19,7 @@ from pdserve.kv.pool import PagePool
 from pdserve.messenger.destinations import Destination, Destinations
 from pdserve.messenger.handoff import prefill as h
 from pdserve.messenger.layers import LayerWatch
-from pdserve.messenger.meeting import Transports
+from pdserve.messenger.meeting import Transports, WireWish
 from pdserve.messenger.source import SourceHandoff
 from pdserve.messenger.wire import Done, HandoffId, HandoffRequest, NodeCard, Quiesced, Reject, ToDecodeChannel
 from pdserve.types import Incarnation, NodeId, PageIndex, RequestId
@@ -45,7 +45,7 @@ class SenderParts:
     memory: KvMemory
     pool: PagePool
     transports: Transports
-    provider: str  # configured, or "auto"
+    wish: WireWish
     channel: Callable[[NodeId], ToDecodeChannel]
 
 
@@ -110,7 +110,7 @@ class Sources:
         source.cancelled = True
         self._stop(source, "cancelled by the decode node")
 
-    def stop_all(self, incarnation: Incarnation, reason: str, *, hold: bool) -> list[HandoffRequest]:
+    def stop_all(self, incarnation: Incarnation, reason: str, *, hold: bool) -> None:
         """Those of a decode node that is lost; they end, unanswered, when its link is closed.
 
         With `hold`, pages that writes may have left in flight are quarantined until `release_held`.
@@ -119,7 +119,6 @@ class Sources:
         for source in hit:
             source.hold = hold and source.machine.in_flight > 0
             self._stop(source, reason, answer=False)
-        return [source.request for source in hit]
 
     def release_held(self, incarnation: Incarnation) -> None:
         """That decode node has ended, or has closed its side: it reads nothing of ours any more."""

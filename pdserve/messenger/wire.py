@@ -1,6 +1,7 @@
 """The messages of a handoff, and what two nodes tell each other when they meet.
 
-Every message names both incarnations; one from or for another incarnation is refused. All are frozen and picklable.
+Every message names both incarnations; one from or for another incarnation is refused. Meetings go by discovery's
+channel, pickled like everything there; handoff messages go by the link that a meeting has made, as bytes (`codec.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from pdserve.types import Incarnation, NodeId, PageIndex, Role
 from policies.layout import KvLayout
 from policies.sharding import LayerGroup, ParallelLayout
 from transport.api import Imm, LinkAddress, RegionDescriptor
+from transport.choice import Reach
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class HandoffId(NamedTuple):
@@ -46,6 +48,14 @@ class NodeCard:
     groups: tuple[LayerGroup, ...]
     parallel: ParallelLayout
     max_model_len: int
+    rdma: tuple[str, ...] = ()  # those of `providers` that have an active RDMA device …
+    nics: tuple[str, ...] = ()  # … and these devices
+    gpus: bool = False  # its KV memory is a GPU's
+
+    @property
+    def reach(self) -> Reach:
+        """What the choice of a wire goes by."""
+        return Reach(self.node_id, self.host, self.providers, self.rdma, self.nics, self.gpus)
 
     @property
     def compatibility(self) -> str:
@@ -81,9 +91,10 @@ class MeetRequest:
 
 @dataclass(frozen=True, slots=True)
 class MeetReply:
-    """P → D: who I am."""
+    """P → D: who I am, and where my end of the link is."""
 
     card: NodeCard
+    address: LinkAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +193,8 @@ class Done:
 class NotMet:
     """P → D: you meant my predecessor, or I do not know you (any more). Revoke what you gave, and meet me again.
 
-    Heeded only while `id` is under way at D: a late one must not end a meeting that has been renewed since.
+    `id` is the handoff that this answers or, when P has closed the link, has the meeting's number. Heeded only while
+    that handoff is under way or that meeting the last one: a late one must not end what has been renewed since.
     """
 
     id: HandoffId
@@ -196,7 +208,10 @@ ToDecode = Accept | Reject | Quiesced | Done | NotMet
 
 
 class ToPrefillChannel(Protocol):
-    """Control messages from a decode node to one prefill node. Nothing here blocks; messages may be lost."""
+    """From a decode node to one prefill node without a link: meetings, and what the link does not take.
+
+    Nothing here blocks; messages may be lost, and may overtake those that go by the link.
+    """
 
     def meet(self, request: MeetRequest, on_reply: MeetCallback) -> None: ...
 
@@ -204,7 +219,7 @@ class ToPrefillChannel(Protocol):
 
 
 class ToDecodeChannel(Protocol):
-    """Control messages from a prefill node to one decode node. Nothing here blocks; messages may be lost."""
+    """From a prefill node to one decode node without a link. Nothing here blocks; messages may be lost."""
 
     def send(self, message: ToDecode) -> None: ...
 

@@ -136,5 +136,11 @@ def test_health_and_metrics(cluster: Cluster) -> None:
     with urllib.request.urlopen(f"{cluster.url}/metrics") as answer:
         text = answer.read().decode()
     assert 'pdserve:kv_transfer_writes_completed_total{node="prefill-0"}' in text
+    wires = [line for line in text.splitlines() if line.startswith("pdserve:kv_transfer_wire_info{")]
+    assert len(wires) == 3 and all('provider="shm"' in line and 'reason="shm: ' in line for line in wires)
+    messages = [line for line in text.splitlines() if line.startswith("pdserve:kv_transfer_messages_sent_total{")]
+    assert len(messages) == 3 and all(float(line.split()[-1]) > 0 for line in messages)
+    assert 'pdserve:kv_transfer_messages_unreadable_total{node="decode-0"} 0' in text
+    assert 'pdserve:kv_transfer_paths_lost_total{node="decode-0"} 0' in text
     assert "pdserve:time_to_first_token_seconds" in text
     assert 'pdserve:kv_cache_quarantined_pages{node="decode-1"} 0' in text

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from actors.ingress import _continued
-from actors.metrics import node_metrics_text
+from actors.metrics import labelled, node_metrics_text
 from actors.streams import OutputStreams
 from pdserve.types import FinishReason, GenerationRequest, NodeId, RequestId, SamplingParams, SequenceOutput
 
@@ -60,6 +60,16 @@ def test_what_was_streamed_becomes_prompt_and_is_not_asked_for_again() -> None:
     assert _continued(asked, [], 0) is asked
     # Nothing was streamed, yet the lost node may still have it under the old id.
     assert _continued(asked, [], 1).request_id not in (asked.request_id, _continued(asked, [], 2).request_id)
+
+
+def test_a_metric_may_have_labels_of_its_own() -> None:
+    wire = labelled("wire_info", provider="tcp", reason='a "quoted" {reason}\nof two lines')
+    text = node_metrics_text({NodeId("d"): {wire: 1.0, labelled("wire_info", provider="shm"): 1.0}})
+    assert text.splitlines() == [
+        "# TYPE pdserve:wire_info gauge",
+        r'pdserve:wire_info{node="d",provider="tcp",reason="a \"quoted\" {reason}\nof two lines"} 1',
+        'pdserve:wire_info{node="d",provider="shm"} 1',
+    ]
 
 
 def test_node_metrics_are_one_family_each() -> None:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 from transport.api import Imm, LinkAddress, Memory, PagedWrite, RegionDescriptor, SingleWrite
-from transport.engine import TransferEngine
+from transport.open import open_transport
 
 
 class Peer:
@@ -24,9 +24,12 @@ class Peer:
     def __init__(self) -> None:
         self.kept: list[Any] = []
         self.fired_handles: set[int] = set()
+        self.inboxes: dict[int, list[bytes]] = {}
 
-    def open(self, provider: str, calls: Any = "auto") -> None:
-        self.engine = TransferEngine(provider, calls=calls, stall_timeout_s=2.0)
+    def open(self, provider: str, options: Any = None) -> None:
+        """`options`: those of `open_transport`; or the `calls` alone."""
+        chosen = options if isinstance(options, dict) else {"calls": options or "auto"}
+        self.engine = open_transport(provider, **{"stall_timeout_s": 2.0, **chosen})
 
     def shut(self) -> None:
         self.stopping = True
@@ -34,14 +37,35 @@ class Peer:
             self.engine.close()
         self.kept.clear()
         self.fired_handles.clear()
+        self.inboxes.clear()
 
     def keep(self, thing: Any) -> int:
         self.kept.append(thing)
         return len(self.kept) - 1
 
     def open_link(self) -> tuple[int, LinkAddress]:
-        self.link = self.engine.open_link()
-        return self.keep(self.link), self.link.address
+        messages: list[bytes] = []
+        self.link = self.engine.open_link(messages.append)
+        handle = self.keep(self.link)
+        self.inboxes[handle] = messages
+        return handle, self.link.address
+
+    def messages(self, link: int) -> list[bytes]:
+        """Those that have come since it was asked the last time."""
+        inbox = self.inboxes[link]
+        return [inbox.pop(0) for _ in range(len(inbox))]
+
+    def of_link(self, link: int, name: str) -> Any:
+        return getattr(self.kept[link], name)
+
+    def of_transport(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def send(self, link: int, message: bytes) -> None:
+        self.kept[link].send(message)
+
+    def quiesce(self, link: int, timeout_s: float | None) -> int:
+        return int(self.kept[link].quiesce(timeout_s))
 
     def map_shared(self, path: str) -> int:
         return self.keep(np.memmap(path, np.uint8, "r+"))

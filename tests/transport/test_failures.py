@@ -12,7 +12,6 @@ import time
 import numpy as np
 import pytest
 
-from pdserve.bench import transport_sides
 from transport.api import Memory, SingleWrite, make_imm
 from transport.engine import TransferEngine
 from transport.errors import FabricError, LinkClosed, PeerLost, TransportError, TransportFailed
@@ -57,7 +56,7 @@ def _break_queue(engine, link, code):
     read = _READ(lambda *_: code)
 
     def replace():
-        link._lane.poster.read = ctypes.cast(read, ctypes.c_void_p).value
+        link._end.lanes[0].poster.read = ctypes.cast(read, ctypes.c_void_p).value
         engine._worker._watch()
 
     engine._worker.inbox.call(replace)
@@ -101,25 +100,39 @@ def stuck(engines):
     made.gate.set()
 
 
-@pytest.mark.parametrize("step", ["_drain", "outgoing.abandon", "endpoint.close_ep", "endpoint.close", "begin_close"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "begin_close",
+        "outgoing.abandon",
+        "lane._drain",
+        "lane.endpoint.close_ep",
+        "lane.endpoint.close",
+        "lane.mailbox.close",
+    ],
+)
 def test_closing_ends_whatever_fails_in_it(step, engines, monkeypatch, caplog):
     link = engines[0].open_link()
+    lane = link._end.lanes[0]
     *path, name = step.split(".")
-    monkeypatch.setattr(link._lane if not path else getattr(link._lane, path[0]), name, _fault)
+    owner = lane if path[:1] == ["lane"] else link._end
+    for part in path[path[:1] == ["lane"] :]:
+        owner = getattr(owner, part)
+    monkeypatch.setattr(owner, name, _fault)
     assert _in_time(link.close) is None
     monkeypatch.undo()
     assert "on purpose" in caplog.text and engines[0].stats()["links_open"] == 0 and engines[0].error is None
-    if step == "endpoint.close_ep":
+    if name == "close_ep":
         assert "may still write" in str(link.error)
-        link._lane.endpoint.close_ep()
+        lane.endpoint.close_ep()
     _in_time(engines[0].open_link).close()
 
 
 def test_closing_a_lingering_link_ends_too(stuck, monkeypatch):
-    worker, lane = stuck.sender._worker, stuck.link._lane
-    monkeypatch.setattr(lane, "begin_close", lambda: True)
-    monkeypatch.setattr(lane.outgoing, "abandon", _fault)
-    worker.inbox.call(lambda: setattr(lane.outgoing, "in_flight", 0))
+    worker, end = stuck.sender._worker, stuck.link._end
+    monkeypatch.setattr(end, "begin_close", lambda linger_s: True)
+    monkeypatch.setattr(end.outgoing, "abandon", _fault)
+    worker.inbox.call(lambda: setattr(end.outgoing, "in_flight", 0))
     assert _in_time(stuck.link.close) is None and stuck.sender.error is None
     assert _in_time(stuck.sender.open_link).error is None
 
@@ -161,7 +174,7 @@ def test_a_receiver_polls_its_link_and_the_sender_hears_of_it(stuck):
 
 
 def test_a_lane_that_raises_is_broken_once(stuck, monkeypatch, caplog):
-    monkeypatch.setattr(stuck.link._lane, "_post", _fault)
+    monkeypatch.setattr(stuck.link._end.lanes[0], "_post", _fault)
     assert stuck.write().wait(TIMEOUT_S) and stuck.transfer.wait(TIMEOUT_S)
     assert isinstance(stuck.transfer.error, TransportError) and "on purpose" in str(stuck.link.error)
     time.sleep(0.05)
@@ -217,25 +230,6 @@ def test_a_callback_that_exits_does_not_end_the_worker(engines):
     target = two.expose(Memory(int(np.zeros(8, np.uint8).ctypes.data), 8)).descriptor
     assert one.immediate(target, IMM, on_done=leave).wait(TIMEOUT_S)
     assert one.immediate(target, IMM).wait(TIMEOUT_S) and engines[0].error is None
-
-
-def test_the_bare_loops_of_the_benchmark_raise_too(monkeypatch):
-    pytest.importorskip("numba")
-    sides = [transport_sides.RawSide("tcp", 1 << 16, sends) for sends in (True, False)]
-    try:
-        starts = [side.start() for side in sides]
-        sides[0].meet(starts[1])
-        monkeypatch.setattr(transport_sides, "ROUND_TIMEOUT_S", 0.05)
-        for run in (sides[0].send, sides[1].receive):
-            assert isinstance(_in_time(lambda run=run: run(4096, 0)), TimeoutError)
-        read = _READ(lambda *_: -EINVAL)
-        for side, run in zip(sides, (sides[0].send, sides[1].receive), strict=True):
-            side.poster.read = ctypes.cast(read, ctypes.c_void_p).value
-            error = _in_time(lambda run=run: run(4096, 0))
-            assert isinstance(error, FabricError) and error.code == EINVAL
-    finally:
-        for side in sides:
-            side.close()
 
 
 def test_arming_while_the_worker_goes_to_rest_is_not_missed(engines, monkeypatch):

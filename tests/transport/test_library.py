@@ -13,6 +13,7 @@ from transport.engine import TransferEngine
 from transport.errors import FabricError, LibraryMissing, PeerLost, ProviderUnavailable
 from transport.fabric import calls, info
 from transport.fabric.leftovers import remove_leftovers
+from transport.open import open_transport
 
 
 @pytest.fixture
@@ -42,41 +43,74 @@ def test_a_file_that_is_no_libfabric(tmp_path):
         dll.load_libfabric("libc.so.6")
 
 
-@pytest.mark.parametrize("name", ["verbs", "efa"])
-def test_providers_that_come_later_say_so(name):
-    with pytest.raises(ProviderUnavailable, match=f"'{name}' is planned"):
+@pytest.mark.parametrize("name", ["verbs", "pigeon"])
+def test_providers_without_a_profile(name):
+    with pytest.raises(ProviderUnavailable, match=f"'{name}'.*(choose of|Supported): efa"):
         TransferEngine(name)
-
-
-def test_unknown_provider_names_the_known():
-    with pytest.raises(ProviderUnavailable, match="unknown provider 'pigeon'; choose of: tcp"):
-        TransferEngine("pigeon")
 
 
 def test_available_providers(library):
     assert {"tcp", "shm"} <= set(info.available(library))
 
 
-def test_bind_address_chooses_the_interface(library):
-    with TransferEngine("tcp", bind_address="127.0.0.1") as engine:
-        assert engine.open_link().address.name[4:8] == bytes([127, 0, 0, 1])
+def test_an_engine_takes_the_nics_that_it_is_given(library):
+    with TransferEngine("tcp", nics=("127.0.0.1",)) as engine:
+        (name,) = engine.open_link().address.names
+        assert name[4:8] == bytes([127, 0, 0, 1])
     with pytest.raises(ProviderUnavailable, match=r"no interface .* 203\.0\.113\.9"):
-        TransferEngine("tcp", bind_address="203.0.113.9")
+        TransferEngine("tcp", nics=("203.0.113.9",))
+
+
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+def test_a_transport_by_the_name_of_its_provider(library, provider):
+    transport = open_transport(provider, library=library.path)
+    assert transport.provider == provider and library.path in transport.description
+    transport.close()
+
+
+def test_transports_that_cannot_be_opened(tmp_path):
+    with pytest.raises(LibraryMissing, match="pip install mpich"):
+        open_transport("tcp", library=str(tmp_path / "libfabric.so.1"))
+    with pytest.raises(ProviderUnavailable, match="'pigeon'"):
+        open_transport("pigeon")
+
+
+def test_the_reason_for_a_library_is_told(library):
+    assert library.reason and library.reason in str(library) and library.path in str(library)
+    assert "as configured" in str(dll.load_libfabric(library.path))
+
+
+def test_settings_that_are_made_already_stand(library, monkeypatch):
+    monkeypatch.setenv("FI_UNIVERSE_SIZE", "77")
+    monkeypatch.delenv("FI_EFA_ENABLE_SHM_TRANSFER", raising=False)
+    dll._open(library.path, "")
+    assert (os.environ["FI_UNIVERSE_SIZE"], os.environ["FI_EFA_ENABLE_SHM_TRANSFER"]) == ("77", "0")
+
+
+def test_a_library_without_a_provider_points_to_one_that_has_it(library, tmp_path, monkeypatch):
+    wheel = tmp_path / "libfabric.so.1"
+    monkeypatch.setattr(dll, "wheel_candidates", lambda: [wheel])
+    assert dll.remedy(library, "sockets") == ""
+    wheel.touch()
+    assert dll.remedy(library, "sockets") == f"; the mpich wheel's library has it: configure {wheel}"
+    monkeypatch.setattr(dll, "_RDMA_DEVICES", tmp_path / "infiniband")
+    assert "no RDMA device" in dll.remedy(library, "efa")
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert dll.remedy(library, "efa") == ""
+    (tmp_path / "libfabric").mkdir()
+    (tmp_path / "libfabric" / "libefa-fi.so").touch()
+    assert "the mpich wheel's library has it" in dll.remedy(library, "efa")
 
 
 def test_errors_name_call_code_provider_and_peer(library):
-    error = calls.fabric_error(library, "fi_writedata", -107, "tcp", "decode-1", posted=True)
+    where = calls.Place("tcp", "eth0", "decode-1")
+    error = calls.fabric_error(library, "fi_writedata", -107, where, posted=True)
     assert isinstance(error, PeerLost)
-    assert str(error).startswith("fi_writedata on tcp towards decode-1 failed: ") and str(error).endswith("(error 107)")
+    assert str(error).startswith("fi_writedata on tcp through eth0 towards decode-1 failed: ")
+    assert str(error).endswith("(error 107)")
     with pytest.raises(FabricError, match="fi_mr_reg on shm failed"):
         calls.check(library, "fi_mr_reg", -22, "shm")
     assert calls.check(library, "fi_mr_reg", 3) == 3
-
-
-def test_what_tcp_was_called_in_1_17(library):
-    old = dll.FabricLibrary(library.path, (1, 17), library.lib)
-    assert info.library_name(info.PROFILES["tcp"], old) == "net"
-    assert info.library_name(info.PROFILES["tcp"], library) == ("tcp" if library.version >= (1, 18) else "net")
 
 
 def test_shm_does_not_connect_a_process_with_itself(library):

@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes as c
 from typing import Any
 
-API_VERSION = 1 << 16 | 17
-
 FI_MSG = 1 << 1
 FI_RMA = 1 << 2
 FI_WRITE = 1 << 9
@@ -21,6 +19,7 @@ FI_TRANSMIT = FI_SEND
 FI_REMOTE_WRITE = 1 << 13
 FI_REMOTE_CQ_DATA = 1 << 17
 FI_SOURCE = 1 << 57
+FI_HMEM = 1 << 47
 FI_CONTEXT = 1 << 59
 FI_CONTEXT2 = 1 << 52
 
@@ -29,6 +28,10 @@ FI_MR_VIRT_ADDR = 1 << 4
 FI_MR_ALLOCATED = 1 << 5
 FI_MR_PROV_KEY = 1 << 6
 FI_MR_ENDPOINT = 1 << 9
+FI_MR_HMEM = 1 << 10
+FI_MR_DMABUF = 1 << 40
+FI_HMEM_SYSTEM = 0
+FI_HMEM_CUDA = 1
 
 FI_EP_RDM = 3
 FI_THREAD_DOMAIN = 3
@@ -37,11 +40,16 @@ FI_PROGRESS_MANUAL = 2
 FI_CQ_FORMAT_DATA = 3
 FI_WAIT_NONE = 0
 FI_WAIT_FD = 3
+FI_GETWAIT = 5
 FI_ENABLE = 6
+FI_LINK_DOWN = 1
 FI_SOCKADDR_IN = 2
 FI_SOCKADDR_IN6 = 3
+FI_SOCKADDR_IB = 4
 FI_ADDR_STR = 9
+FI_ADDR_EFA = 12
 FI_ADDR_NOTAVAIL = 2**64 - 1
+FI_ADDR_UNSPEC = 2**64 - 1
 
 FI_EAGAIN = 11
 FI_ENOENT = 2
@@ -49,6 +57,7 @@ FI_ENODATA = 61
 FI_ECANCELED = 125
 FI_ENOKEY = 266
 FI_EAVAIL = 259
+FI_ETRUNC = 265
 
 CONTEXT_BYTES = 64
 """sizeof(struct fi_context2): what a provider may use behind an operation's context pointer."""
@@ -162,6 +171,39 @@ class fi_fabric_attr(c.Structure):
     ]
 
 
+class fi_device_attr(c.Structure):
+    _fields_ = [
+        ("name", c.c_char_p),
+        ("device_id", c.c_char_p),
+        ("device_version", c.c_char_p),
+        ("vendor_id", c.c_char_p),
+        ("driver", c.c_char_p),
+        ("firmware", c.c_char_p),
+    ]
+
+
+class fi_link_attr(c.Structure):
+    _fields_ = [
+        ("address", c.c_char_p),
+        ("mtu", c.c_size_t),
+        ("speed", c.c_size_t),
+        ("state", c.c_int),
+        ("network_type", c.c_char_p),
+    ]
+
+
+class fid_nic(c.Structure):
+    """Absent (NULL) where the provider runs over no device of its own."""
+
+    _fields_ = [
+        ("fid", fid),
+        ("device_attr", c.POINTER(fi_device_attr)),
+        ("bus_attr", _P),
+        ("link_attr", c.POINTER(fi_link_attr)),
+        ("prov_attr", _P),
+    ]
+
+
 class fi_info(c.Structure):
     pass
 
@@ -181,14 +223,22 @@ fi_info._fields_ = [
     ("ep_attr", c.POINTER(fi_ep_attr)),
     ("domain_attr", c.POINTER(fi_domain_attr)),
     ("fabric_attr", c.POINTER(fi_fabric_attr)),
-    ("nic", _P),
+    ("nic", c.POINTER(fid_nic)),
 ]
+
+
+TRYWAIT = c.CFUNCTYPE(c.c_int, _P, c.POINTER(_P), c.c_int)
+"""fabric, fids, count: 0 if nothing has happened yet, so that waiting on their file descriptors is safe."""
 
 
 class fi_ops_fabric(c.Structure):
     _fields_ = [
         ("size", c.c_size_t),
         ("domain", c.CFUNCTYPE(c.c_int, _P, c.POINTER(fi_info), c.POINTER(_P), _P)),
+        ("passive_ep", _P),
+        ("eq_open", _P),
+        ("wait_open", _P),
+        ("trywait", TRYWAIT),
     ]
 
 
@@ -229,10 +279,40 @@ class fi_ops_domain(c.Structure):
     ]
 
 
+class iovec(c.Structure):
+    _fields_ = [("iov_base", _P), ("iov_len", c.c_size_t)]
+
+
+class fi_mr_dmabuf(c.Structure):
+    """Since 1.20. What is registered starts at virtual address `base_addr` + `offset`."""
+
+    _fields_ = [("fd", c.c_int), ("offset", _U64), ("len", c.c_size_t), ("base_addr", _P)]
+
+
+class fi_mr_attr(c.Structure):
+    """Up to `device`; `tail` is room for what later versions read, to be left zero."""
+
+    _fields_ = [
+        ("mr_iov", _P),
+        ("iov_count", c.c_size_t),
+        ("access", _U64),
+        ("offset", _U64),
+        ("requested_key", _U64),
+        ("context", _P),
+        ("auth_key_size", c.c_size_t),
+        ("auth_key", _P),
+        ("iface", c.c_int),
+        ("device", _U64),
+        ("tail", _U64 * 16),
+    ]
+
+
 class fi_ops_mr(c.Structure):
     _fields_ = [
         ("size", c.c_size_t),
         ("reg", c.CFUNCTYPE(c.c_int, _P, _P, c.c_size_t, _U64, _U64, _U64, _U64, c.POINTER(_P), _P)),
+        ("regv", _P),
+        ("regattr", c.CFUNCTYPE(c.c_int, _P, c.POINTER(fi_mr_attr), _U64, c.POINTER(_P))),
     ]
 
 
@@ -322,12 +402,33 @@ class fi_ops_rma(c.Structure):
     ]
 
 
+RECV = c.CFUNCTYPE(_SSIZE, _P, _P, c.c_size_t, _P, _U64, _P)
+"""ep, buf, len, desc, src_addr, context."""
+SEND = c.CFUNCTYPE(_SSIZE, _P, _P, c.c_size_t, _P, _U64, _P)
+"""ep, buf, len, desc, dest_addr, context."""
+
+
+class fi_ops_msg(c.Structure):
+    _fields_ = [
+        ("size", c.c_size_t),
+        ("recv", RECV),
+        ("recvv", _P),
+        ("recvmsg", _P),
+        ("send", SEND),
+        ("sendv", _P),
+        ("sendmsg", _P),
+        ("inject", _P),
+        ("senddata", _P),
+        ("injectdata", _P),
+    ]
+
+
 class fid_ep(c.Structure):
     _fields_ = [
         ("fid", fid),
         ("ops", _P),
         ("cm", c.POINTER(fi_ops_cm)),
-        ("msg", _P),
+        ("msg", c.POINTER(fi_ops_msg)),
         ("rma", c.POINTER(fi_ops_rma)),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+from dataclasses import dataclass
 from typing import Any
 
 from transport.dll import FabricLibrary
@@ -16,13 +17,27 @@ _LOST_WRITE = frozenset({abi.FI_ECANCELED, 5})
 """The same for a write that was posted: flushed with its connection; EIO (`sockets`)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a call was made: for the error. `peer` is the name that it was given."""
+
+    provider: str
+    nic: str = ""
+    peer: str = ""
+
+
 def fabric_error(
-    library: FabricLibrary, call: str, code: int, provider: str, peer: str = "", posted: bool = False
+    library: FabricLibrary, call: str, code: int, where: Place | str = "", posted: bool = False
 ) -> FabricError:
-    """The error for `code` (of either sign). `posted`: of a write, where more numbers mean a lost peer."""
+    """The error for `code` (of either sign); `where` is a place or just a provider.
+
+    `posted`: of a write, where more numbers mean a lost peer.
+    """
     code = abs(code)
     lost = code in _LOST or (posted and code in _LOST_WRITE)
-    return (PeerLost if lost else FabricError)(call, code, library.strerror(code), provider, peer)
+    place = Place(where) if isinstance(where, str) else where
+    kind = PeerLost if lost else FabricError
+    return kind(call, code, library.strerror(code), place.provider, place.peer, nic=place.nic)
 
 
 def check(library: FabricLibrary, call: str, code: int, provider: str = "") -> int:
@@ -68,9 +83,8 @@ def open_endpoint(domain: int, info: Any, out: Any) -> int:
     return int(_ops(domain, abi.fid_domain).endpoint(domain, info, c.byref(out), None))
 
 
-def register(domain: int, address: int, length: int, access: int, key: int, out: Any) -> int:
-    table = _ops(domain, abi.fid_domain, "mr")
-    return int(table.reg(domain, address, length, access, 0, key, 0, c.byref(out), None))
+def register(domain: int, attr: abi.fi_mr_attr, flags: int, out: Any) -> int:
+    return int(_ops(domain, abi.fid_domain, "mr").regattr(domain, c.byref(attr), flags, c.byref(out)))
 
 
 def region_key(region: int) -> int:
@@ -98,6 +112,16 @@ def writedata_address(endpoint: int) -> int:
     return abi.address_of(_ops(endpoint, abi.fid_ep, "rma").writedata)
 
 
+def send_address(endpoint: int) -> int:
+    """Of a function of `abi.SEND`'s shape."""
+    return abi.address_of(_ops(endpoint, abi.fid_ep, "msg").send)
+
+
+def recv_address(endpoint: int) -> int:
+    """Of a function of `abi.RECV`'s shape."""
+    return abi.address_of(_ops(endpoint, abi.fid_ep, "msg").recv)
+
+
 def cq_read_address(cq: int) -> int:
     return abi.address_of(_ops(cq, abi.fid_cq).read)
 
@@ -106,3 +130,19 @@ def read_error(cq: int) -> tuple[int, abi.fi_cq_err_entry]:
     """(return code, the entry): the next error of a completion queue."""
     entry = abi.fi_cq_err_entry()
     return int(_ops(cq, abi.fid_cq).readerr(cq, c.byref(entry), 0)), entry
+
+
+def wait_fd(cq: int) -> tuple[int, int]:
+    """(return code, the file descriptor that becomes readable): of a queue that was opened with FI_WAIT_FD."""
+    fd = c.c_int(-1)
+    return int(_fid_ops(cq).control(cq, abi.FI_GETWAIT, c.byref(fd))), fd.value
+
+
+def trywait_address(fabric: int) -> int:
+    """Of a function of `abi.TRYWAIT`'s shape."""
+    return abi.address_of(_ops(fabric, abi.fid_fabric).trywait)
+
+
+def trywait(fabric: int, queues: Any, count: int) -> int:
+    """0 when it is safe to wait on the descriptors of `queues` (an array of `c_void_p`), -FI_EAGAIN when not."""
+    return int(_ops(fabric, abi.fid_fabric).trywait(fabric, queues, count))

@@ -1,4 +1,4 @@
-"""Provider profiles: what is asked of each provider, what it promises, and the choice of one of its interfaces."""
+"""What `fi_getinfo` offers for a profile: one offer per NIC, owned copies of libfabric's records."""
 
 from __future__ import annotations
 
@@ -8,82 +8,67 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transport.dll import FabricLibrary
+from transport.dll import FabricLibrary, remedy
 from transport.errors import ProviderUnavailable
 from transport.fabric import abi, calls
+from transport.fabric.profiles import PROFILES, Profile, library_name
 
-_MR_MODES = abi.FI_MR_LOCAL | abi.FI_MR_VIRT_ADDR | abi.FI_MR_ALLOCATED | abi.FI_MR_PROV_KEY
 _LIBC = c.CDLL(None)
 _LIBC.strdup.restype = c.c_void_p
+_FAMILIES = {abi.FI_SOCKADDR_IN: socket.AF_INET, abi.FI_SOCKADDR_IN6: socket.AF_INET6}
+_CAPS = abi.FI_MSG | abi.FI_RMA | abi.FI_WRITE | abi.FI_REMOTE_WRITE | abi.FI_SEND | abi.FI_RECV
+_IMM_BYTES = 4
+_OTHER_ENDPOINTS = ("-xrc", "-dgrm", "-dgram")
+"""How the names of further entries of a device end that are the same NIC with another kind of queue."""
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """What the engine must know about a provider beyond what `fi_getinfo` tells.
+class Query:
+    """What is looked for: all NICs, or those with this IP address. `device_memory`: only with FI_HMEM."""
 
-    Whether remote addresses are offsets or virtual addresses and who chooses keys is *not* here: that is what
-    came back in `mr_mode`, and the descriptor carries its consequences.
-    """
-
-    name: str
-    """As the settings say it; the same on both sides, whatever the library calls the provider."""
-    reports_death: bool
-    """Writes towards a killed peer fail. Where not, the caller must learn it otherwise and close the link."""
-    receiver_pulls: bool
-    """The *receiver* copies the payload out of the sender's memory, while it polls. A link that closes with writes in
-    flight waits `linger_s` for them first: a peer that is stopped for longer and then goes on may still read the
-    source memory, so that memory must not be reused until the peer is known to be dead or has closed its link."""
-    linger_s: float = 0.0
-    within_process: bool = True
-    """Two links of one process may be connected. Where not, the provider hands both the same mapping and a close of
-    one crashes the other (libfabric 2.5 shm), so that is refused."""
-    cq_depth: int = 4096
-    by_host: bool = False
-    """Has network interfaces to choose from, so `bind_address` means something."""
+    profile: Profile
+    address: str = ""
+    device_memory: bool = False
 
 
-PROFILES: dict[str, Profile] = {
-    profile.name: profile
-    for profile in (
-        Profile("tcp", reports_death=True, receiver_pulls=False, by_host=True),
-        Profile("tcp;ofi_rxm", reports_death=True, receiver_pulls=False, by_host=True),
-        Profile("sockets", reports_death=True, receiver_pulls=False, by_host=True),
-        Profile("shm", reports_death=False, receiver_pulls=True, linger_s=0.25, within_process=False),
-    )
-}
-
-_LATER = ("verbs", "verbs;ofi_rxm", "efa", "efa-direct")
-"""The seat for RDMA NICs: their profiles need local registration, one rma_iov and a NIC choice."""
-
-
-def profile_named(name: str) -> Profile:
-    """Raises ProviderUnavailable for a provider that has no profile."""
-    profile = PROFILES.get(name)
-    if profile is not None:
-        return profile
-    known = ", ".join(PROFILES)
-    if name in _LATER:
-        raise ProviderUnavailable(f"provider {name!r} is planned but not supported by this version; choose of: {known}")
-    raise ProviderUnavailable(f"unknown provider {name!r}; choose of: {known}")
-
-
-def library_name(profile: Profile, library: FabricLibrary) -> str:
-    """What this library calls the provider. Until 1.17 today's `tcp` was `net`, and `tcp` meant `tcp;ofi_rxm`."""
-    if profile.name == "tcp" and library.version < (1, 18):
-        return "net"
-    return profile.name
-
-
-class Info:
+class Offer:
     """One `fi_info`, owned. `pointer` is valid until `close`."""
 
-    def __init__(self, library: FabricLibrary, pointer: Any) -> None:
-        self._library = library
+    def __init__(self, library: FabricLibrary, profile: Profile, pointer: Any) -> None:
+        self._library, self._reach = library, profile.reach
         self.pointer = pointer
+        self.device = _text(self.contents.domain_attr.contents.name)
+        """What the provider calls it: `eth0`, `mlx5_0`, `rdmap0s6-rdm`."""
+        self.address = _address(self.contents)
+        """Its IP address; "" where it is named otherwise."""
 
     @property
     def contents(self) -> Any:
         return self.pointer.contents
+
+    @property
+    def nic(self) -> str:
+        return (self.address if self._reach == "network" else "") or self.device.removesuffix("-rdm")
+
+    @property
+    def speed_gbps(self) -> float:
+        """0 where the provider does not tell."""
+        link = self._link
+        return int(link.speed) / 1e9 if link is not None else 0.0
+
+    @property
+    def down(self) -> bool:
+        link = self._link
+        return link is not None and link.state == abi.FI_LINK_DOWN
+
+    @property
+    def device_memory(self) -> bool:
+        return bool(self.contents.caps & abi.FI_HMEM)
+
+    @property
+    def _link(self) -> Any | None:
+        nic = self.contents.nic
+        return nic.contents.link_attr.contents if nic and nic.contents.link_attr else None
 
     def close(self) -> None:
         if self.pointer:
@@ -91,68 +76,71 @@ class Info:
             self.pointer = None
 
 
-def choose(library: FabricLibrary, profile: Profile, bind_address: str | None = None) -> Info:
-    """The provider's best interface: the one with `bind_address` if given, else IPv4 before IPv6, loopback last.
+def offers(library: FabricLibrary, query: Query) -> list[Offer]:
+    """One offer per NIC and IP address, best first: IPv4 before others, loopback last. The caller closes them.
 
-    Raises ProviderUnavailable, naming what there is.
+    Raises ProviderUnavailable if there is none.
     """
-    name = library_name(profile, library)
-    if bind_address is not None and profile.by_host and not _is_ours(bind_address):
-        raise ProviderUnavailable(f"no interface of this machine has the address {bind_address}")
-    hints = _hints(library, name)
-    found = c.POINTER(abi.fi_info)()
-    node = bind_address.encode() if bind_address and profile.by_host else None
-    flags = abi.FI_SOURCE if node else 0
-    code = library.lib.fi_getinfo(abi.API_VERSION, node, None, flags, hints.pointer, c.byref(found))
-    hints.close()
-    if code < 0 or not found:
-        raise ProviderUnavailable(_absence(library, profile, name, code, bind_address))
-    offers = [info for info in _chain(found) if _provider(info) == name]
-    chosen = None
-    if offers:
-        best = min(offers, key=_rank)
-        chosen = Info(library, c.cast(library.lib.fi_dupinfo(c.byref(best)), c.POINTER(abi.fi_info)))
-    library.lib.fi_freeinfo(found)
-    if chosen is None:
-        raise ProviderUnavailable(_absence(library, profile, name, -abi.FI_ENODATA, bind_address))
-    return chosen
+    profile = query.profile
+    code, found = _getinfo(library, query)
+    best: dict[tuple[str, str], Any] = {}
+    for info in sorted((info for info in _chain(found) if _suits(info, library, profile)), key=_rank):
+        name = _text(info.domain_attr.contents.name)
+        best.setdefault((name, _address(info) if profile.reach == "network" else ""), info)
+    copies = [c.cast(library.lib.fi_dupinfo(c.byref(info)), c.POINTER(abi.fi_info)) for info in best.values()]
+    if found:
+        library.lib.fi_freeinfo(found)
+    if not copies:
+        raise ProviderUnavailable(_absence(library, query, code or -abi.FI_ENODATA))
+    return [Offer(library, profile, copy) for copy in copies]
 
 
 def available(library: FabricLibrary) -> tuple[str, ...]:
     """The profiles that this machine can open."""
     names = []
     for name, profile in PROFILES.items():
-        try:
-            choose(library, profile).close()
-        except ProviderUnavailable:
-            continue
-        names.append(name)
+        _, found = _getinfo(library, Query(profile))
+        if any(_suits(info, library, profile) for info in _chain(found)):
+            names.append(name)
+        if found:
+            library.lib.fi_freeinfo(found)
     return tuple(names)
 
 
-def _hints(library: FabricLibrary, name: str) -> Info:
-    info = Info(library, c.cast(library.lib.fi_dupinfo(None), c.POINTER(abi.fi_info)))
-    hints = info.contents
-    hints.caps = abi.FI_MSG | abi.FI_RMA | abi.FI_WRITE | abi.FI_REMOTE_WRITE | abi.FI_SEND | abi.FI_RECV
+def _getinfo(library: FabricLibrary, query: Query) -> tuple[int, Any]:
+    """(return code, the first of the chain, to be freed)."""
+    hints = c.cast(library.lib.fi_dupinfo(None), c.POINTER(abi.fi_info))
+    _fill(hints.contents, library, query)
+    found = c.POINTER(abi.fi_info)()
+    node = query.address.encode() or None
+    flags = abi.FI_SOURCE if node else 0
+    version = min(library.version, query.profile.api_version)
+    code = library.lib.fi_getinfo(version[0] << 16 | version[1], node, None, flags, hints, c.byref(found))
+    library.lib.fi_freeinfo(hints)
+    return int(code), found
+
+
+def _fill(hints: Any, library: FabricLibrary, query: Query) -> None:
+    profile = query.profile
+    hints.caps = _CAPS | (abi.FI_HMEM if query.device_memory else 0)
     hints.mode = abi.FI_CONTEXT | abi.FI_CONTEXT2
     hints.ep_attr.contents.type = abi.FI_EP_RDM
     domain = hints.domain_attr.contents
-    domain.mr_mode = _MR_MODES
+    domain.mr_mode = profile.mr_modes | (abi.FI_MR_HMEM if query.device_memory else 0)
     domain.threading = abi.FI_THREAD_DOMAIN
     domain.data_progress = abi.FI_PROGRESS_MANUAL
-    hints.fabric_attr.contents.prov_name = _LIBC.strdup(name.encode())
-    return info
+    hints.fabric_attr.contents.prov_name = _LIBC.strdup(library_name(profile, library).encode())
 
 
-def _is_ours(address: str) -> bool:
-    """libfabric takes a foreign address here and fails later, saying less."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+def _suits(info: Any, library: FabricLibrary, profile: Profile) -> bool:
+    """Some libraries list neighbours of the provider that was asked for, or what cannot carry our immediates."""
+    fabric = info.fabric_attr.contents
+    return (
+        _text(fabric.prov_name) == library_name(profile, library)
+        and _text(fabric.name) not in profile.other_fabrics
+        and not _text(info.domain_attr.contents.name).endswith(_OTHER_ENDPOINTS)
+        and info.domain_attr.contents.cq_data_size >= _IMM_BYTES
+    )
 
 
 def _chain(first: Any) -> Iterator[Any]:
@@ -161,20 +149,28 @@ def _chain(first: Any) -> Iterator[Any]:
         first = first.contents.next
 
 
-def _provider(info: Any) -> str:
-    return c.string_at(info.fabric_attr.contents.prov_name).decode()
+def _text(pointer: int | None) -> str:
+    return c.string_at(pointer).decode(errors="replace") if pointer else ""
+
+
+def _address(info: Any) -> str:
+    """The IP address that the interface is bound to."""
+    family = _FAMILIES.get(info.addr_format)
+    if family is None or not info.src_addr:
+        return ""
+    at, length = (4, 4) if family == socket.AF_INET else (8, 16)
+    return socket.inet_ntop(family, c.string_at(info.src_addr + at, length))
 
 
 def _rank(info: Any) -> tuple[bool, bool]:
-    ipv6 = info.addr_format == abi.FI_SOCKADDR_IN6
-    loopback = False
-    if info.addr_format == abi.FI_SOCKADDR_IN and info.src_addr:
-        loopback = c.string_at(info.src_addr, 8)[4] == 127
-    return ipv6, loopback
+    address = _address(info)
+    return info.addr_format != abi.FI_SOCKADDR_IN, address.startswith("127.") or address == "::1"
 
 
-def _absence(library: FabricLibrary, profile: Profile, name: str, code: int, bind_address: str | None) -> str:
-    where = f" with address {bind_address}" if bind_address else ""
-    error = calls.fabric_error(library, "fi_getinfo", code, name)
-    version = ".".join(map(str, library.version))
-    return f"libfabric {version} ({library.path}) offers no provider {profile.name!r}{where} here: {error.strerror}"
+def _absence(library: FabricLibrary, query: Query, code: int) -> str:
+    where = f" with address {query.address}" if query.address else ""
+    if query.device_memory:
+        return f"{library} offers {query.profile.name!r}{where} without device memory"
+    error = calls.fabric_error(library, "fi_getinfo", code, query.profile.name)
+    advice = remedy(library, query.profile.name)
+    return f"{library} offers no provider {query.profile.name!r}{where} here: {error.strerror}{advice}"

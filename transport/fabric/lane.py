@@ -1,6 +1,7 @@
-"""The worker's side of one link: an endpoint, and the posting and draining of its queues.
+"""One NIC of one link: an endpoint, and the posting and draining of its queues.
 
-Runs on the worker thread only. It never calls back: finished transfers and immediates go to the outbox.
+Runs on the worker thread only. It never calls back: finished transfers, immediates and fragments of messages go to
+what the lanes of a link share.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
-from transport.errors import FabricError, LinkClosed, TransportError
+from transport.errors import FabricError, TransportError
 from transport.fabric import abi, calls
-from transport.fabric.domain import Domain, Region
-from transport.fabric.posting import Loops, Poster, Slots
+from transport.fabric.domain import Region
+from transport.fabric.endpoint import Endpoint
+from transport.fabric.mailbox import MESSAGE_SLOTS, Mailbox
+from transport.fabric.posting import Loops, Poster, Run
+from transport.fabric.regions import FabricSource, Nic
+from transport.fabric.slots import Slots
 from transport.inbox import attempted
-from transport.outgoing import Outbox, Outgoing
+from transport.messages import BUFFERS
+from transport.outgoing import Outbox, Outgoing, Path
+from transport.transfer import Part
 
 log = logging.getLogger(__name__)
 
@@ -25,78 +33,80 @@ _MOST_PHANTOMS = 1000
 """How many times in a row a queue may announce an error that it then does not hand out."""
 
 
-class Lane:
-    """Raises FabricError from its constructor and `connect`.
+@dataclass(slots=True)
+class Traffic:
+    """What the lanes of one link share. `window` is how many writes it may have outstanding in all."""
 
-    `pump` raises when the queue cannot be used any more: then only `fail` is left.
+    outbox: Outbox
+    outgoing: Outgoing
+    stall_timeout_s: float
+    peer: str = ""
+    window: int = 0
+    fragments: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Route:
+    """A path from this lane; `dest` is what posts take for the NIC there."""
+
+    path: Path
+    dest: int
+    stalled_since: float | None = None
+
+
+class Lane:
+    """Raises FabricError from its constructor and `reach`.
+
+    `pump` raises when the queue cannot be used any more: then only `close` is left. `share` is how many writes it may
+    have outstanding, `own_error` what went wrong on it that was not of its own doing.
     """
 
-    def __init__(self, domain: Domain, loops: Loops, outbox: Outbox, stall_timeout_s: float) -> None:
-        self._domain, self._outbox, self._stall_timeout_s = domain, outbox, stall_timeout_s
-        self.endpoint = domain.open_endpoint()
-        self.poster = Poster(loops, self.endpoint.ep, self.endpoint.writedata, self.endpoint.cq, self.endpoint.cq_read)
-        self.outgoing = Outgoing(outbox)
-        self.peer = ""
+    def __init__(self, nic: Nic, loops: Loops, traffic: Traffic) -> None:
+        self.nic, self._domain, self._traffic = nic, nic.domain, traffic
+        self._slots = Slots(nic.domain.tx_depth, MESSAGE_SLOTS)
+        self.endpoint = Endpoint(nic.domain)
+        self.poster = Poster(loops, self.endpoint)
+        self.routes: list[Route] = []
+        self.share = 0
         self.closed = False
-        self._slots = Slots(0)
-        self._dest = abi.FI_ADDR_NOTAVAIL
+        self.own_error: TransportError | None = None
         self._regions: list[Region] = []
-        self._stalled_since: float | None = None
+        self._turn = 0
         self._phantoms = 0
-        self._own_error: TransportError | None = None
-
-    @property
-    def error(self) -> TransportError | None:
-        """See `transport.api.Link.error`."""
-        return self.outgoing.error or self._own_error
+        try:
+            self.mailbox = Mailbox(nic.domain, self.endpoint, self._slots)
+            self._receive()
+        except FabricError:
+            self.endpoint.close()
+            raise
 
     @property
     def blocked(self) -> bool:
         """The provider refused a post for now: the worker must come back soon."""
-        return self._stalled_since is not None
+        return any(route.stalled_since is not None for route in self.routes)
 
-    def keep(self, region: Region) -> None:
-        """`region` is exposed to this lane's peer: it ends with the lane."""
+    @property
+    def paths(self) -> list[Path]:
+        return [route.path for route in self.routes]
+
+    def expose(self, region: Region) -> None:
+        """`region` is exposed to this link's peer: it ends with the lane."""
         self._regions.append(region)
 
-    def check_open(self) -> None:
-        """Raises LinkClosed. What is asked of a lane may come after it has ended."""
-        if self.closed:
-            why = f"is broken: {self.error}" if self.error is not None else "is closed"
-            raise LinkClosed(f"the link to {self.peer or 'its peer'} {why}")
-
-    def connect(self, name: bytes, window: int, peer: str) -> None:
-        self.check_open()
-        self._dest = self.endpoint.insert(name)
-        self._slots = Slots(min(window, self._domain.tx_depth))
-        self.peer = peer
+    def reach(self, path: Path, name: bytes) -> None:
+        """Adds the way to the peer's NIC of this name."""
+        self.routes.append(Route(path, self.endpoint.insert(name)))
 
     def pump(self, entries: int = 0) -> bool:
         """Drains, then posts. `entries` are in the poster's buffer already. True if anything moved."""
-        if self.closed:
-            return False
         moved = self._drain(entries)
-        return self._post() or moved
-
-    def break_off(self, error: TransportError) -> None:
-        self._stalled_since = None
-        self.outgoing.break_off(error)
-
-    def begin_close(self) -> bool:
-        """Posts nothing more. True if it is worth lingering for what is in flight (see `Profile.receiver_pulls`)."""
-        healthy = self.outgoing.broken is None
-        self.break_off(LinkClosed(f"the link to {self.peer or 'its peer'} was closed"))
-        return healthy and self.outgoing.in_flight > 0 and self._domain.profile.linger_s > 0
-
-    def fail(self, error: TransportError) -> None:
-        """The queue cannot be used: closes, and ends every transfer with `error`. What had completed counts."""
-        self.break_off(error)
-        self.close()
+        self._receive()
+        return self.post() or moved
 
     def close(self) -> None:
-        """Revokes, closes, drains; then every transfer is done. `begin_close` comes first. Idempotent.
+        """Revokes, closes, drains. What was in flight is for the caller to abandon. Idempotent.
 
-        Each step is taken whatever the others raise; `error` says so if one that revokes has failed.
+        Each step is taken whatever the others raise; `own_error` says so if one that revokes has failed.
         """
         if self.closed:
             return
@@ -108,13 +118,91 @@ class Lane:
         # From the first region's close on an immediate may come without its payload: it must not be counted.
         attempted(partial(self._drain_last, count_imms=False), "the emptying of a closed link's queue")
         attempted(self.endpoint.close, "closing a link's queue")
-        self.outgoing.abandon()
+        attempted(self.mailbox.close, "releasing a link's buffers")
+
+    def post(self) -> bool:
+        """True if anything was posted."""
+        busy = [route for route in self.routes if route.path.next is not None]
+        if not busy:
+            return False
+        moved = False
+        self._turn += 1
+        for k in range(len(busy)):
+            share = -(-self._room() // (len(busy) - k))
+            if share > 0:
+                moved = self._post(busy[(self._turn + k) % len(busy)], share) or moved
+        return moved
+
+    def send(self, route: Route, fragment: bytes) -> bool:
+        """False if it must be tried again. What fails breaks the path."""
+        code = self.mailbox.send(fragment, route.dest, route.path)
+        if code == -abi.FI_EAGAIN:
+            self._note_stall(route, not route.path.in_flight and not self.mailbox.sending)
+            return False
+        route.stalled_since = None
+        if code:
+            self._traffic.outgoing.break_path(route.path, self._error("fi_send", code, posted=True))
+        return True
+
+    def _room(self) -> int:
+        """Writes that it may post now."""
+        share = self.share - self._slots.taken
+        return min(share, self._slots.available, self._traffic.window - self._traffic.outgoing.in_flight)
+
+    def _post(self, route: Route, most: int) -> bool:
+        moved = False
+        path, outgoing = route.path, self._traffic.outgoing
+        while most > 0 and (part := path.next) is not None:
+            run = self._run(part, route, most)
+            if run is None:
+                break
+            posted, code = self.poster.post(run, self._slots)
+            outgoing.posted(path, posted)
+            self.nic.posted += posted
+            most -= posted
+            if posted:
+                moved, route.stalled_since = True, None
+            if code == -abi.FI_EAGAIN:
+                self._note_stall(route, not path.in_flight)
+                break
+            if code != 0:
+                outgoing.break_path(path, self._error("fi_writedata", code, posted=True))
+        return moved
+
+    def _run(self, part: Part, route: Route, most: int) -> Run | None:
+        """None, and the path broken, if this NIC does not know the source."""
+        order, desc = part.transfer.order, 0
+        if order.region is not None:
+            assert isinstance(order.region, FabricSource)
+            region = order.region.regions[self.nic.index]
+            if region is None:
+                error = TransportError(f"{self.nic.name} could not register the source of {part.transfer}")
+                self._traffic.outgoing.break_path(route.path, error)
+                return None
+            desc = region.desc
+        key = int.from_bytes(order.keys[route.path.pair[1]], "little")
+        stop = min(part.stop, part.at + most)
+        return Run(order, part.at, stop, part.block_bytes, part.ticket, desc, route.dest, key)
+
+    def _note_stall(self, route: Route, alone: bool) -> None:
+        """A provider that answers EAGAIN with nothing in flight is connecting, or never will be connected."""
+        now = time.monotonic()
+        if route.stalled_since is None:
+            route.stalled_since = now
+        elif alone and now - route.stalled_since > self._traffic.stall_timeout_s:
+            self._traffic.outgoing.break_path(route.path, self._error("fi_writedata (no connection)", _ETIMEDOUT))
+            route.stalled_since = None
+
+    def _receive(self) -> None:
+        code = self.mailbox.receive()
+        if code not in (0, -abi.FI_EAGAIN):
+            raise self._error("fi_recv", code)
 
     def _revoke(self, step: Callable[[], None]) -> None:
         error = attempted(step, "closing a link")
-        if error is not None and self._own_error is None:
+        if error is not None and self.own_error is None:
             text = f"closing the link failed, so its peer may still write to what was exposed: {error}"
-            self._own_error = TransportError(text)
+            self.own_error = TransportError(text)
 
     def _drain_last(self, count_imms: bool = True) -> None:
         with suppress(FabricError):  # a queue that cannot be read has nothing more to give
@@ -123,21 +211,26 @@ class Lane:
     def _drain(self, entries: int = 0, count_imms: bool = True) -> bool:
         moved = False
         while True:
-            drained = self.poster.drain(self._slots, entries)
+            tickets, imms, events, code = self.poster.drain(self._slots, entries)
             entries = 0
-            moved = moved or drained.code > 0 or len(drained.imms) > 0 or len(drained.tickets) > 0
-            if count_imms and len(drained.imms):
-                self._outbox.imms.append(drained.imms)
-            if len(drained.tickets):
-                self.outgoing.completed(drained.tickets)
-            if drained.code == -abi.FI_EAVAIL:
+            if len(imms):
+                moved = True
+                if count_imms:
+                    self._traffic.outbox.imms.append(imms)
+            if len(tickets):
+                moved = True
+                self._traffic.outgoing.completed(tickets)
+            if len(events):
+                moved = True
+                self._traffic.fragments += self.mailbox.settle(events)
+            if code == -abi.FI_EAGAIN or code == 0:
+                return moved
+            if code == -abi.FI_EAVAIL:
                 if not self._take_error():
                     return moved
-                moved = True
-            elif drained.code in (0, -abi.FI_EAGAIN):
-                return moved
-            elif drained.code < 0:
-                raise self._error("fi_cq_read", drained.code)
+            elif code < 0:
+                raise self._error("fi_cq_read", code)
+            moved = True
 
     def _take_error(self) -> bool:
         """False if the queue has announced an error and has none."""
@@ -150,46 +243,31 @@ class Lane:
         self._phantoms = 0
         error: TransportError = self._error("write", entry.err, posted=True)
         if self.closed and entry.err == abi.FI_ECANCELED:  # flushed by the close, which has its own reason
-            error = self.outgoing.broken or error
-        ticket = self._slots.release(entry.op_context or 0)
-        if ticket is None:
-            # Something of the peer has failed here. This side's writes go on, and fail by themselves if they must.
-            if not self.closed:
-                log.warning("%s (not a write of this side)", error)
-                self._own_error = self._own_error or error
-            return True
-        self._stalled_since = None
-        self.outgoing.failed(ticket, error)
+            error = self._traffic.outgoing.broken or error
+        foreign = entry.flags & (abi.FI_WRITE | abi.FI_REMOTE_WRITE) == abi.FI_REMOTE_WRITE
+        context = 0 if foreign else entry.op_context or 0
+        ticket, slot = self._slots.release(context), self._slots.message_slot(context)
+        if ticket is not None:
+            self._traffic.outgoing.failed(ticket, error)
+        elif slot is not None and slot < BUFFERS:
+            self._traffic.outgoing.break_path(self.mailbox.sent(slot), error)
+        else:
+            self._note_foreign(error, slot)
         return True
 
-    def _post(self) -> bool:
-        moved = False
-        while self._slots.available:
-            transfer = self.outgoing.next
-            if transfer is None:
-                break
-            desc = transfer.order.region.desc if transfer.order.region is not None else 0
-            posted, code = self.poster.post(
-                transfer.order, desc, self._dest, transfer.posted, transfer.ticket, self._slots
-            )
-            self.outgoing.posted(transfer, posted)
-            if posted:
-                moved, self._stalled_since = True, None
-            if code == -abi.FI_EAGAIN:
-                self._note_stall()
-                break
-            if code != 0:
-                self.break_off(self._error("fi_writedata", code, posted=True))
-        return moved
+    def _note_foreign(self, error: TransportError, slot: int | None) -> None:
+        """Something of the peer has failed here. This side's writes go on, and fail by themselves if they must.
 
-    def _note_stall(self) -> None:
-        """A provider that answers EAGAIN with nothing in flight is connecting, or never will be connected."""
-        now = time.monotonic()
-        if self._stalled_since is None:
-            self._stalled_since = now
-        elif not self.outgoing.in_flight and now - self._stalled_since > self._stall_timeout_s:
-            self.break_off(self._error("fi_writedata (no connection)", _ETIMEDOUT))
+        Raises `error` if a message cannot be received any more.
+        """
+        if slot is not None:
+            self.mailbox.missed(slot)
+        if self.closed:
+            return
+        if slot is not None:
+            raise error
+        log.warning("%s (not a write of this side)", error)
+        self.own_error = self.own_error or error
 
     def _error(self, call: str, code: int, posted: bool = False) -> FabricError:
-        domain = self._domain
-        return calls.fabric_error(domain.library, call, code, domain.profile.name, self.peer, posted)
+        return self._domain.error(call, code, self._traffic.peer, posted)

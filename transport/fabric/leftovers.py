@@ -23,8 +23,15 @@ def remove_leftovers(pid: int, folder: Path = _SHM) -> int:
     return len(files)
 
 
-def _is_zombie(pid: int) -> bool:
+def find_leftovers(folder: Path = _SHM, proc: Path = Path("/proc")) -> list[Path]:
+    """Endpoint files, of any user, whose process does not live as far as this pid namespace can tell."""
+    pattern = re.compile(r"(\d+):\d+:\d+(:\w+)?")
+    names = [(file, pattern.fullmatch(file.name)) for file in folder.iterdir()] if folder.is_dir() else []
+    return sorted(file for file, match in names if match and _is_zombie(int(match[1]), proc))
+
+
+def _is_zombie(pid: int, proc: Path = Path("/proc")) -> bool:
     try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return (proc / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except OSError:
         return True

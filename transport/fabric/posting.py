@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes as c
-import os
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from transport.fabric import abi, loops
+from transport.fabric.endpoint import Endpoint
+from transport.fabric.slots import Slots
 from transport.transfer import Order
 
 Calls = Literal["auto", "numba", "ctypes"]
@@ -20,10 +21,7 @@ Calls = Literal["auto", "numba", "ctypes"]
 ENTRIES = 256
 """Completions read by one call."""
 _OUTPUTS = 4 * ENTRIES
-_POLLIN = 1
-_LIBC = c.CDLL(None)
-_PPOLL = abi.address_of(_LIBC.ppoll)
-_PR_SET_TIMERSLACK = 29
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,13 @@ def _interpreted() -> Loops:
     def call(kind: Any) -> Any:
         return lambda function, *arguments: at(kind, int(function))(*map(int, arguments))
 
-    calls = {"call_write": call(abi.WRITEDATA), "call_read": call(read_type), "call_ppoll": call(ppoll_type)}
+    trywait_type = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_void_p, c.c_int)
+    calls = {
+        "call_write": call(abi.WRITEDATA),
+        "call_read": call(read_type),
+        "call_ppoll": call(ppoll_type),
+        "call_trywait": call(trywait_type),
+    }
     return Loops("ctypes", *(_bound(f, calls) for f in (loops.post, loops.drain, loops.rest)))
 
 
@@ -75,7 +79,7 @@ def _compiled() -> Loops:
 
         return lambda *_: (types.int64(*[types.int64] * (arity + 1)), generate)
 
-    write, read, ppoll = foreign(9, 64), foreign(3, 64), foreign(4, 32)
+    write, read, ppoll, trywait = foreign(9, 64), foreign(3, 64), foreign(4, 32), foreign(3, 32)
 
     @intrinsic  # type: ignore[untyped-decorator]
     def call_write(typing: Any, f: Any, a: Any, b: Any, d: Any, e: Any, g: Any, h: Any, i: Any, j: Any, k: Any) -> Any:
@@ -89,12 +93,16 @@ def _compiled() -> Loops:
     def call_ppoll(typing: Any, f: Any, a: Any, b: Any, d: Any, e: Any) -> Any:
         return ppoll()
 
-    calls = {"call_write": call_write, "call_read": call_read, "call_ppoll": call_ppoll}
-    pair, triple = tuples.UniTuple(i64, 2), tuples.UniTuple(i64, 3)
+    @intrinsic  # type: ignore[untyped-decorator]
+    def call_trywait(typing: Any, f: Any, a: Any, b: Any, d: Any) -> Any:
+        return trywait()
+
+    calls = {"call_write": call_write, "call_read": call_read, "call_ppoll": call_ppoll, "call_trywait": call_trywait}
+    pair, triple, four = (tuples.UniTuple(i64, n) for n in (2, 3, 4))
     signatures = (
         (loops.post, pair(*[i64] * 9, array, i64, i64, array, *[i64] * 4, array, array, array)),
-        (loops.drain, triple(i64, i64, array, i64, i64, i64, *[array] * 5)),
-        (loops.rest, triple(array, array, array, *[i64] * 6, array, i64, array, i64)),
+        (loops.drain, four(i64, i64, array, i64, i64, i64, i64, *[array] * 6)),
+        (loops.rest, triple(numba.int64[:, ::1], i64, i64, array, *[i64] * 5, array, i64, i64, array, i64)),
     )
     return Loops("numba", *(numba.njit(s, nogil=True, cache=True)(_bound(f, calls)) for f, s in signatures))
 
@@ -111,104 +119,65 @@ def bind_loops(calls: Calls = "auto") -> Loops:
         return _interpreted()
 
 
-class Slots:
-    """The outstanding writes of one lane, at most `depth`."""
+class Run(NamedTuple):
+    """What one call posts: writes `start:stop` of an order, each `block_bytes` long, to one destination.
 
-    def __init__(self, depth: int) -> None:
-        self._memory = np.zeros(depth * abi.CONTEXT_BYTES, np.uint8)
-        self.contexts = int(self._memory.ctypes.data)
-        self.owner = np.zeros(depth, np.int64)
-        self.free = np.arange(depth, dtype=np.int64)[::-1].copy()
-        self.top = np.array([depth], np.int64)
+    `desc` is the local descriptor of their source, `dest` and `key` are the peer's.
+    """
 
-    @property
-    def available(self) -> int:
-        return int(self.top[0])
-
-    def release(self, context: int) -> int | None:
-        """Frees the slot of a failed write; returns its ticket, None if the context is not one of ours."""
-        slot, rest = divmod(context - self.contexts, abi.CONTEXT_BYTES)
-        if rest or not 0 <= slot < len(self.owner):
-            return None
-        self.free[self.top[0]] = slot
-        self.top[0] += 1
-        return int(self.owner[slot])
+    order: Order
+    start: int
+    stop: int
+    block_bytes: int
+    ticket: int
+    desc: int
+    dest: int
+    key: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(NamedTuple):
+    """`events` are messages that were sent or have come: `(n, 2) int64`, message slot and length."""
+
     tickets: NDArray[np.int64]
     imms: NDArray[np.int64]
+    events: NDArray[np.int64]
     code: int
 
 
 class Poster:
     """Posts to one endpoint and drains its completion queue."""
 
-    def __init__(self, bound: Loops, ep: int, write: int, cq: int, read: int) -> None:
-        self._loops, self._ep, self._write, self.cq, self.read = bound, ep, write, cq, read
+    def __init__(self, bound: Loops, endpoint: Endpoint) -> None:
+        self._loops = bound
+        self._ep, self._write = endpoint.ep, endpoint.writedata
+        self.cq, self.read, self.wait_fd = endpoint.cq, endpoint.cq_read, endpoint.wait_fd
+        self.fabric, self.trywait = endpoint.fabric, endpoint.trywait
         self._entries = np.zeros(ENTRIES * abi.CQ_ENTRY_WORDS, np.int64)
         self.buffer = int(self._entries.ctypes.data)
         self._tickets = np.zeros(_OUTPUTS, np.int64)
         self._imms = np.zeros(_OUTPUTS, np.int64)
+        self._events = np.zeros(2 * _OUTPUTS, np.int64)
 
-    def post(self, order: Order, desc: int, dest: int, start: int, ticket: int, slots: Slots) -> tuple[int, int]:
-        """Posts from write `start` on. Returns (how many were posted, code of the call that ended it)."""
-        o = order
+    def post(self, run: Run, slots: Slots) -> tuple[int, int]:
+        """Posts while slots last. Returns (how many were posted, code of the call that ended it)."""
+        o = run.order
         posted, code = self._loops.post(
-            self._write, self._ep, desc, _signed(dest), _signed(o.key), o.imm, o.block_bytes,
+            self._write, self._ep, run.desc, _signed(run.dest), _signed(run.key), o.imm, run.block_bytes,
             o.source, o.source_stride, o.source_index, _signed(o.target), o.target_stride, o.target_index,
-            start, len(o.source_index), ticket, slots.contexts, slots.owner, slots.free, slots.top,
+            run.start, run.stop, run.ticket, slots.contexts, slots.owner, slots.free, slots.top,
         )  # fmt: skip
         return int(posted), int(code)
 
     def drain(self, slots: Slots, count: int = 0) -> Drained:
         """`count`: entries that `Rest` left in the buffer. The arrays are copies."""
-        tickets, imms, code = self._loops.drain(
+        tickets, imms, events, code = self._loops.drain(
             self.read, self.cq, self._entries, self.buffer, count,
-            slots.contexts, slots.owner, slots.free, slots.top, self._tickets, self._imms,
+            slots.contexts, slots.total, slots.owner, slots.free, slots.top, self._tickets, self._imms, self._events,
         )  # fmt: skip
-        return Drained(self._tickets[:tickets].copy(), self._imms[:imms].copy(), int(code))
-
-
-class Rest:
-    """Waits for completions on any of several queues, or to be woken. `wake` may be called from any thread."""
-
-    def __init__(self, bound: Loops) -> None:
-        self._loops = bound
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._pollfd = np.array([self._event | _POLLIN << 32], np.int64)
-        self._timespec = np.zeros(2, np.int64)
-        self._queues = np.zeros((3, 0), np.int64)
-
-    def watch(self, posters: list[Poster]) -> None:
-        rows = [[p.read for p in posters], [p.cq for p in posters], [p.buffer for p in posters]]
-        self._queues = np.array(rows, np.int64).reshape(3, len(posters))
-
-    def __call__(self, spins: int, sleep_ns: int, longest_ns: int, total_ns: int) -> tuple[int, int, int]:
-        """See `loops.rest`."""
-        reads, cqs, buffers = self._queues
-        queue, code, sleep_ns = self._loops.rest(
-            reads, cqs, buffers, ENTRIES, spins, sleep_ns, longest_ns, total_ns, _PPOLL,
-            self._pollfd, self._pollfd.ctypes.data, self._timespec, self._timespec.ctypes.data,
-        )  # fmt: skip
-        if queue == -2:
-            os.eventfd_read(self._event)
-        return int(queue), int(code), int(sleep_ns)
-
-    def wake(self) -> None:
-        os.eventfd_write(self._event, 1)
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._event >= 0:
-            os.close(self._event)
-            self._event = -1
-
-
-def precise_sleep() -> None:
-    """Lets this thread sleep for tens of microseconds: by default the kernel adds up to 50."""
-    _LIBC.prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+        if not (tickets or imms or events):
+            return Drained(_NONE, _NONE, _NONE, int(code))
+        pairs = self._events[: 2 * events].reshape(-1, 2).copy()
+        return Drained(self._tickets[:tickets].copy(), self._imms[:imms].copy(), pairs, int(code))
 
 
 def _signed(value: int) -> int:

@@ -3,89 +3,137 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
-from transport.api import Memory
-from transport.errors import TransportClosed, TransportError, TransportFailed
-from transport.fabric.domain import Domain, Region
+from transport.api import Memory, OnMessage
+from transport.errors import FabricError, TransportClosed, TransportError, TransportFailed
+from transport.fabric.domain import Region
 from transport.fabric.lane import Lane
-from transport.fabric.posting import Loops, Rest, precise_sleep
+from transport.fabric.link_end import LinkEnd
+from transport.fabric.pace import ALONE, SHORTEST_NS, SPIN, Pause, pause
+from transport.fabric.posting import Loops
+from transport.fabric.regions import FabricSource, Nic
+from transport.fabric.rest import Rest, precise_sleep
 from transport.imm import ImmediateCounters
 from transport.inbox import Inbox, attempted
 from transport.outgoing import Outbox
 
 log = logging.getLogger(__name__)
 
-_SPINS = 40
-_SHORTEST_NS = 10_000
-_BUSY_NS = 200_000
-"""Longest sleep while something is armed or in flight: polling then costs about a fiftieth of a core."""
-_IDLE_NS = 10_000_000
-"""Longest sleep while links are open: so long may a peer's write wait if nothing is armed for it."""
-_BLOCKED_NS = 100_000
-_BUSY_TOTAL_NS = 20_000_000
-_IDLE_TOTAL_NS = 1_000_000_000
+_LINGER_S = 0.25
+"""How long a link that closes waits for messages that are on their way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a worker behaves; see `TransferEngine`."""
+
+    stall_timeout_s: float
+    spin: bool | None = None
 
 
 class Worker:
-    """Owns the domain and its lanes. Public methods may be called from any thread, callbacks included.
+    """Owns the NICs and the links. Public methods may be called from any thread, callbacks included.
 
     `error` is what ended the thread, None in an orderly life. Either way nobody is left waiting for it.
     """
 
-    def __init__(self, domain: Domain, loops: Loops, counters: ImmediateCounters, stall_timeout_s: float) -> None:
+    def __init__(self, nics: list[Nic], loops: Loops, counters: ImmediateCounters, setting: Setting) -> None:
         self.outbox = Outbox()
         self.error: TransportFailed | None = None
-        self._domain, self._loops, self._counters = domain, loops, counters
-        self._stall_timeout_s = stall_timeout_s
+        self._nics, self._loops, self._counters = nics, loops, counters
+        self._profile = nics[0].domain.profile
+        self._stall_timeout_s = setting.stall_timeout_s
+        self._spin = self._profile.spins if setting.spin is None else setting.spin
         self._rest = Rest(loops)
         self.inbox = Inbox(self._rest.wake)
-        self._lanes: list[Lane] = []
-        self._lingering: list[tuple[Lane, float, threading.Event]] = []
+        self._ends: list[LinkEnd] = []
+        self._watched: list[tuple[LinkEnd, Lane]] = []
+        self._lingering: list[tuple[LinkEnd, float, threading.Event]] = []
         self._closed_now: list[threading.Event] = []
         self._stopping = False
-        self._sleep_ns = _SHORTEST_NS
-        self._thread = threading.Thread(target=self._run, name=f"transport-{domain.profile.name}", daemon=True)
+        self._fault: BaseException | None = None
+        self._sleep_ns = SHORTEST_NS
+        self._polling = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"transport-{self._profile.name}", daemon=True)
         self._thread.start()
 
     @property
     def links_open(self) -> int:
-        return len(self._lanes)
+        return len(self._ends)
 
-    def register(self, memory: Memory) -> Region:
-        region: Region = self.inbox.call(lambda: self._domain.register_source(memory))
-        return region
+    def pin(self, cpu: int) -> None:
+        """Keeps the thread on one CPU. Raises ValueError, saying which there are."""
+        try:
+            self.inbox.call(lambda: os.sched_setaffinity(0, {cpu}))
+        except OSError as error:
+            there = ", ".join(map(str, sorted(os.sched_getaffinity(os.getpid()))))
+            raise ValueError(f"the worker cannot be kept on CPU {cpu} ({error.strerror}); allowed: {there}") from error
 
-    def release(self, region: Region) -> None:
-        self.inbox.call(lambda: self._domain.release(region))
+    def register(self, memory: Memory) -> FabricSource:
+        """Raises FabricError if no NIC can register it."""
+        source: FabricSource = self.inbox.call(lambda: self._register(memory))
+        return source
 
-    def open_lane(self) -> Lane:
-        lane: Lane = self.inbox.call(self._open_lane)
-        return lane
+    def release(self, source: FabricSource) -> None:
+        self.inbox.call(lambda: self._release(source))
 
-    def expose(self, lane: Lane, memory: Memory) -> Region:
-        region: Region = self.inbox.call(lambda: self._expose(lane, memory))
-        return region
+    def open_end(self, on_message: OnMessage | None) -> LinkEnd:
+        end: LinkEnd = self.inbox.call(lambda: self._open_end(on_message))
+        return end
 
-    def close_lane(self, lane: Lane) -> None:
-        """Returns when the lane is closed and its callbacks have been called. Idempotent."""
+    def expose(self, end: LinkEnd, memory: Memory) -> tuple[int, tuple[bytes, ...]]:
+        """(base, keys)."""
+        found: tuple[int, tuple[bytes, ...]] = self.inbox.call(lambda: end.expose(memory))
+        return found
+
+    def close_end(self, end: LinkEnd) -> None:
+        """Returns when the link is closed and its callbacks have been called. Idempotent."""
         if self.inbox.on_worker:
-            self._close_here([lane])
+            self._close_here([end])
             return
         closed = threading.Event()
         try:
-            self.inbox.send(lambda: self._begin_close(lane, closed))
+            self.inbox.send(lambda: self._begin_close(end, closed))
         except TransportClosed:
             return
         closed.wait()
 
-    def stop(self) -> None:
-        """Closes all lanes, joins the thread, closes the domain. Raises TransportError when called from a callback."""
+    @contextmanager
+    def polling(self) -> Iterator[Callable[[], None]]:
+        """The calling thread is the worker while this lasts; see `TransferEngine.polling`."""
         if self.inbox.on_worker:
-            raise TransportError("a transport cannot be closed from its own callbacks")
+            raise TransportError("the callbacks of a transport cannot poll it")
+        if not self._polling.acquire(blocking=False):
+            raise TransportError("another thread polls this transport already")
+        parked, resume = threading.Event(), threading.Event()
+
+        def park() -> None:
+            parked.set()
+            resume.wait()
+
+        try:
+            self.inbox.send(park)
+            parked.wait()
+            self.inbox.attach()
+            try:
+                yield self._poll
+            finally:
+                self.inbox.attach(self._thread)
+                resume.set()
+        finally:
+            self._polling.release()
+
+    def stop(self) -> None:
+        """Closes all links, joins the thread, closes the domains. Raises TransportError when called from a callback."""
+        if self.inbox.on_worker:
+            raise TransportError("a transport cannot be closed from its own callbacks, nor while it is polled")
         with suppress(TransportClosed):  # the thread has ended by an error, or is about to
             self.inbox.send(self._stop)
         self._thread.join()
@@ -93,125 +141,171 @@ class Worker:
     def _stop(self) -> None:
         self._stopping = True
 
-    def _open_lane(self) -> Lane:
+    def _register(self, memory: Memory) -> FabricSource:
+        regions: list[Region | None] = []
+        failure: FabricError | None = None
+        for nic in self._nics:
+            try:
+                regions.append(nic.domain.register_source(memory))
+            except FabricError as error:
+                regions.append(None)
+                failure = error
+        if failure is not None:
+            if not any(regions):
+                raise failure
+            log.warning("a source is not read through every NIC: %s", failure)
+        return FabricSource(memory, regions)
+
+    def _release(self, source: FabricSource) -> None:
+        for nic, region in zip(self._nics, source.regions, strict=True):
+            if region is not None:
+                nic.domain.release(region)
+
+    def _open_end(self, on_message: OnMessage | None) -> LinkEnd:
         if self._stopping:
             raise TransportClosed("the transport is closing")
-        lane = Lane(self._domain, self._loops, self.outbox, self._stall_timeout_s)
-        self._lanes.append(lane)
+        end = LinkEnd(self._nics, self._loops, self.outbox, self._stall_timeout_s)
+        end.on_message = on_message
+        if not self._spin and not end.wakes:
+            end.doorbell = self._rest.doorbell()
+        self._ends.append(end)
         self._watch()
-        return lane
+        return end
 
-    def _expose(self, lane: Lane, memory: Memory) -> Region:
-        lane.check_open()
-        region = self._domain.expose(memory)
-        lane.keep(region)
-        return region
-
-    def _begin_close(self, lane: Lane, closed: threading.Event) -> None:
+    def _begin_close(self, end: LinkEnd, closed: threading.Event) -> None:
         lingers = False
         try:
-            lingers = lane.begin_close()
+            lingers = end.begin_close(self._profile.linger_s)
         finally:
             if lingers:
-                self._lingering.append((lane, time.monotonic() + self._domain.profile.linger_s, closed))
+                self._lingering.append((end, time.monotonic() + _LINGER_S, closed))
             else:
-                self._end_lane(lane)
+                self._end(end)
                 self._closed_now.append(closed)
 
-    def _close_here(self, lanes: list[Lane]) -> None:
-        deadline = time.monotonic() + self._domain.profile.linger_s
+    def _close_here(self, ends: list[LinkEnd]) -> None:
+        deadline = time.monotonic() + _LINGER_S
         try:
-            lingering = [lane for lane in lanes if lane.begin_close()]
-            while any(lane.outgoing.in_flight for lane in lingering) and time.monotonic() < deadline:
-                for lane in lingering:
-                    self._pump(lane)
+            lingering = [end for end in ends if end.begin_close(self._profile.linger_s)]
+            while not all(end.drained or end.closed for end in lingering) and time.monotonic() < deadline:
+                for end in lingering:
+                    self._pump_all(end)
         finally:
-            for lane in lanes:
-                self._end_lane(lane)
+            for end in ends:
+                self._end(end)
 
-    def _end_lane(self, lane: Lane, error: TransportError | None = None) -> None:
-        """Whatever closing does, the lane is not looked at again."""
-        attempted(lane.close if error is None else partial(lane.fail, error), "closing a link")
-        if lane in self._lanes:
-            self._lanes.remove(lane)
+    def _end(self, end: LinkEnd, error: TransportError | None = None) -> None:
+        """Whatever closing does, the link is not looked at again."""
+        attempted(end.close if error is None else partial(end.fail, error), "closing a link")
+        if end in self._ends:
+            self._ends.remove(end)
         self._watch()
 
     def _end_lingering(self) -> None:
         now = time.monotonic()
-        for entry in [e for e in self._lingering if not e[0].outgoing.in_flight or e[1] < now]:
+        for entry in [e for e in self._lingering if e[0].closed or e[0].drained or e[1] < now]:
             self._lingering.remove(entry)
-            self._end_lane(entry[0])
+            self._end(entry[0])
             self._closed_now.append(entry[2])
 
     def _watch(self) -> None:
-        self._rest.watch([lane.poster for lane in self._lanes])
+        self._watched = [(end, lane) for end in self._ends for lane in end.open_lanes]
+        self._rest.watch([lane.poster for _, lane in self._watched])
 
     def _run(self) -> None:
         self.inbox.attach()
         try:
             precise_sleep()
             while not self._stopping:
-                self._turn()
+                if not self._step():
+                    self._wait()
+                if self._fault is not None:
+                    raise self._fault
         except BaseException as error:
             log.critical("the transport's worker thread failed", exc_info=True)
             self.error = TransportFailed(f"the transport's worker thread has failed, open a new transport: {error!r}")
-        self._end()
+        self._end_all()
 
-    def _turn(self) -> None:
+    def _poll(self) -> None:
+        try:
+            self._step()
+        except BaseException as error:
+            self._fault = error
+            raise
+
+    def _step(self) -> bool:
+        """One turn without waiting; True if anything moved."""
         moved = self.inbox.take()
-        for lane in tuple(self._lanes):
-            moved = self._pump(lane) or moved
+        for end, lane in self._watched:
+            moved = self._pump(end, lane) or moved
         if self._lingering:
             self._end_lingering()
-        self._call_back()
+        # What a callback has asked for was queued at once, and is posted by the next turn: no rest before it.
+        moved = self._call_back() or moved
         if moved:
-            self._sleep_ns = _SHORTEST_NS
-        else:
-            self._wait()
+            self._sleep_ns = SHORTEST_NS
+        return moved
 
-    def _pump(self, lane: Lane, entries: int = 0) -> bool:
+    def _pump(self, end: LinkEnd, lane: Lane, entries: int = 0) -> bool:
         try:
-            return lane.pump(entries)
+            moved = end.pump(lane, entries)
         except Exception as error:
-            log.exception("the link to %s failed and is closed", lane.peer or "a peer")
+            log.exception("the link to %s failed and is closed", end.peer or "a peer")
             failure = error if isinstance(error, TransportError) else TransportError(f"the link failed: {error!r}")
-            self._end_lane(lane, failure)
+            self._end(end, failure)
             return True
+        if lane.closed:
+            self._watch()
+        return moved
+
+    def _pump_all(self, end: LinkEnd) -> None:
+        for lane in end.open_lanes:
+            self._pump(end, lane)
 
     def _wait(self) -> None:
         """Rests until there is something to do; what a queue had is taken at once."""
         # First, so that who begins to wait after `busy` is known wakes this thread.
         if not self.inbox.begin_rest():
             return
-        busy = bool(self._lingering) or self._counters.waiting > 0 or any(lane.outgoing.busy for lane in self._lanes)
-        blocked = any(lane.blocked for lane in self._lanes)
-        longest = _BUSY_NS if busy else _IDLE_NS if self._lanes else _IDLE_TOTAL_NS
-        total = _BLOCKED_NS if blocked else _BUSY_TOTAL_NS if busy else _IDLE_TOTAL_NS
-        spins = _SPINS if self._sleep_ns <= _SHORTEST_NS and self._lanes else 0
-        queue, code, self._sleep_ns = self._rest(spins, min(self._sleep_ns, longest), longest, total)
+        queue, code, self._sleep_ns = self._rest(*self._pause())
         self.inbox.end_rest()
         if queue >= 0:
-            self._sleep_ns = _SHORTEST_NS
-            self._pump(self._lanes[queue], max(code, 0))
+            self._sleep_ns = SHORTEST_NS
+            self._pump(*self._watched[queue], max(code, 0))
 
-    def _call_back(self) -> None:
+    def _pause(self) -> Pause:
+        if not self._ends:
+            return ALONE
+        if self._spin:
+            return SPIN
+        closing = bool(self._lingering)
+        busy = closing or self._counters.waiting > 0 or any(end.busy for end in self._ends)
+        blocked = any(end.blocked for end in self._ends)
+        return pause(self._sleep_ns, blocked=blocked, sure=self._rest.sure and not closing, busy=busy)
+
+    def _call_back(self) -> bool:
+        """True if there was something to deliver."""
+        due = bool(self.outbox.imms or self.outbox.messages or self.outbox.finished)
         try:
             self.outbox.deliver(self._counters)
         finally:
             for event in self._closed_now:
                 event.set()
             self._closed_now.clear()
+        return due
 
-    def _end(self) -> None:
+    def _end_all(self) -> None:
         self._stopping = True
-        self._closed_now.extend(closed for _, _, closed in self._lingering)
+        ends = list(self._ends)
         close = self._close_here if self.error is None else self._fail_all
-        attempted(partial(close, list(self._lanes)), "closing the links of a transport")
+        attempted(partial(close, ends), "closing the links of a transport")
         attempted(partial(self.inbox.end, self.error), "ending a transport")
+        self._closed_now += [closed for _, _, closed in self._lingering]
         attempted(self._call_back, "the last callbacks of a transport")
-        attempted(self._domain.close, "closing a domain")
+        for nic in self._nics:
+            attempted(nic.domain.close, "closing a domain")
         self._rest.close()
 
-    def _fail_all(self, lanes: list[Lane]) -> None:
-        for lane in lanes:
-            self._end_lane(lane, self.error)
+    def _fail_all(self, ends: list[LinkEnd]) -> None:
+        for end in ends:
+            self._end(end, self.error)

@@ -1,5 +1,5 @@
-"""Prefill sides and decode sides in one process: real engines, real messenger, any transport; the channels are direct
-calls that a test may drop, keep or repeat."""
+"""Prefill sides and decode sides in one process: real engines, real messenger, any transport. Messages go by its links;
+a test may drop, keep or repeat them, whichever way they go."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from pdserve.config import EngineSettings, HandoffSettings
 from pdserve.engine.engine import Engine
 from pdserve.engine.limits import context_tokens, page_geometry
 from pdserve.kv.memory import KvMemory
-from pdserve.kv.pool import PagePool
-from pdserve.messenger.meeting import Transports
+from pdserve.messenger.meeting import Transports, WireWish
 from pdserve.messenger.peers import ReceiverParts
 from pdserve.messenger.receiver import Receiver
 from pdserve.messenger.sender import Sender, SenderParts
-from pdserve.messenger.wire import PROTOCOL_VERSION, MeetCallback, MeetRequest, NodeCard
+from pdserve.messenger.slots import SlotTable
+from pdserve.messenger.wire import PROTOCOL_VERSION, NodeCard
 from pdserve.models.api import Model
 from pdserve.types import FinishReason, GenerationRequest, Incarnation, NodeId, RequestId, Role, SequenceOutput
 from policies.sharding import LayerGroup, ParallelLayout
 from tests.pdserve.engine.toy import ToyModel, eventually, expected, make_request
+from tests.pdserve.messenger.poisoned import PoisonedPool
+from tests.pdserve.messenger.taps import Channel, tapped
 from transport.api import Memory, Transport
+from transport.choice import Choice
 from transport.loopback import LoopbackNet, LoopbackTransport
 
 SETTINGS = EngineSettings(dtype="fp32", page_size=8, chunk_tokens=16, max_batch=8, kv_cache_tokens=512)
 PATIENCE_S = 30.0
 
 OpenTransport = Callable[[str], Transport]
-Tamper = Callable[[Any, Callable[[Any], None]], None]
 _incarnations = itertools.count(1)
 
 
@@ -89,8 +91,7 @@ class Side:
     def __post_init__(self) -> None:
         geometry = page_geometry(self.model.config, self.settings)
         self.memory = KvMemory(geometry)
-        self.memory.blocks.fill(np.nan)  # what was never written must not pass for an answer
-        self.pool = PagePool(geometry.pages)
+        self.pool = PoisonedPool(self.memory)
         self.transports = Transports(self.open_transport, Memory(self.memory.address, geometry.region_bytes))
         self.closed = False
         config = self.model.config
@@ -115,7 +116,11 @@ class Side:
 
     @property
     def transport(self) -> Transport:
-        return self.transports.get(self.provider).transport
+        return self.transports.get(Choice(self.provider, "the test asks")).transport
+
+    @property
+    def wish(self) -> WireWish:
+        return WireWish(self.provider)
 
     def close_core(self) -> None:
         self.closed = True
@@ -123,81 +128,11 @@ class Side:
         self.memory.close()
 
 
-class Channel:
-    """Direct calls into one node. Whatever is `tamper` sees each message, and may swallow, keep or repeat it."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def lead_to(self, deliver: Callable[[Any], None], meet: Callable[..., None] | None = None) -> None:
-        self.deliver = deliver
-        self._meet = meet
-        self.tamper: Tamper | None = None
-        self.tamper_meeting: Callable[[MeetRequest, MeetCallback], None] | None = None
-
-    @property
-    def meet_now(self) -> Callable[..., None]:
-        assert self._meet is not None
-        return self._meet
-
-    def meet(self, request: MeetRequest, on_reply: MeetCallback) -> None:
-        self.sent.append(request)
-        (self.tamper_meeting or self.meet_now)(request, on_reply)
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-        if self.tamper is not None:
-            self.tamper(message, self.deliver)
-        else:
-            self.deliver(message)
-
-    def of(self, kind: type) -> list[Any]:
-        """What was sent of one kind so far."""
-        return [message for message in list(self.sent) if isinstance(message, kind)]
-
-    def mute(self) -> None:
-        self.tamper = lambda message, deliver: None
-        self.tamper_meeting = lambda request, on_reply: None
-
-
-def drop(*kinds: type) -> Tamper:
-    """Loses messages of these kinds."""
-
-    def tamper(message: Any, deliver: Callable[[Any], None]) -> None:
-        if not isinstance(message, kinds):
-            deliver(message)
-
-    return tamper
-
-
-class Keep:
-    """Holds messages of one kind back until `release`."""
-
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
-        self._kept: list[tuple[Any, Callable[[Any], None]]] = []
-        self.caught = threading.Event()
-
-    def __call__(self, message: Any, deliver: Callable[[Any], None]) -> None:
-        if isinstance(message, self._kind):
-            self._kept.append((message, deliver))
-            self.caught.set()
-        else:
-            deliver(message)
-
-    def wait(self) -> None:
-        assert self.caught.wait(PATIENCE_S)
-
-    def release(self) -> None:
-        for message, deliver in self._kept:
-            deliver(message)
-
-
 class PrefillSide(Side):
     def start(self, network: Network) -> None:
         self.network = network
         self.sender = Sender(
-            SenderParts(self.card, self.memory, self.pool, self.transports, self.provider, network.channel_to)
+            SenderParts(self.card, self.memory, self.pool, self.transports, self.wish, network.channel_to)
         )
         self.engine = Engine(self.model, self.memory, self.pool, self.settings, Role.PREFILL, prefill_hooks=self.sender)
         self.sender.attach(self.engine, self.engine.layer_counter)
@@ -220,10 +155,12 @@ class PrefillSide(Side):
 class DecodeSide(Side):
     handoff: HandoffSettings = field(default_factory=HandoffSettings)
     window: int = 64
+    slots: int = 4096
 
     def start(self, network: Network) -> None:
         self.tokens: dict[RequestId, list[int]] = {}
         self.ended: dict[RequestId, SequenceOutput] = {}
+        self.faults: list[str] = []
         self._changed = threading.Condition()
         self.receiver = Receiver(
             ReceiverParts(
@@ -232,7 +169,7 @@ class DecodeSide(Side):
                 pool=self.pool,
                 transports=self.transports,
                 settings=self.handoff,
-                provider=self.provider,
+                wish=self.wish,
                 window=self.window,
                 channel=network.channel_to,
                 card_of=network.card_of,
@@ -240,6 +177,8 @@ class DecodeSide(Side):
                 emit=self._emit,
             )
         )
+        attempts = self.receiver._attempts
+        attempts._slots = attempts._held._slots = SlotTable(self.slots)
         self.engine = Engine(self.model, self.memory, self.pool, self.settings, Role.DECODE, decode_hooks=self.receiver)
         self.receiver.attach(self.engine)
         self.engine.start()
@@ -247,7 +186,8 @@ class DecodeSide(Side):
     def _emit(self, outputs: tuple[SequenceOutput, ...]) -> None:
         with self._changed:
             for output in outputs:
-                assert output.request_id not in self.ended, f"{output} after the end"
+                if output.request_id in self.ended:
+                    self.faults.append(f"{output} after the end")
                 self.tokens.setdefault(output.request_id, []).extend(output.tokens)
                 if output.finish is not None:
                     self.ended[output.request_id] = output
@@ -288,7 +228,7 @@ class DecodeSide(Side):
         attempts = self.receiver._attempts
         counters = self.transport.immediates
         idle = not self.receiver.handoffs and not counters._slots and not attempts._handoffs  # type: ignore[attr-defined]
-        return idle and attempts._slots.free == 4096 and self.pool.free_pages == self.pool.total
+        return idle and attempts._slots.free == self.slots and self.pool.free_pages == self.pool.total
 
     def close(self) -> None:
         self.engine.close()
@@ -304,8 +244,10 @@ class Network:
     provider: str = "loopback"
     settings: EngineSettings = SETTINGS
     handoff: HandoffSettings = field(default_factory=HandoffSettings)
+    slots: int = 4096  # of each decode side
 
     def __post_init__(self) -> None:
+        self.open_tapped = tapped(self.open_transport, lambda node: self.channels[NodeId(node)])
         self.prefill: dict[NodeId, PrefillSide] = {}
         self.decode: dict[NodeId, DecodeSide] = {}
         self.channels: dict[NodeId, Channel] = {}
@@ -317,7 +259,7 @@ class Network:
     def add_prefill(self, name: str = "p0", model: Model | None = None, **changes: Any) -> PrefillSide:
         """A node; or, of a name that there was before, its next incarnation."""
         node, settings = NodeId(name), self.settings.model_copy(update=changes)
-        side = PrefillSide(node, Role.PREFILL, model or ToyModel(), settings, self.provider, self.open_transport)
+        side = PrefillSide(node, Role.PREFILL, model or ToyModel(), settings, self.provider, self.open_tapped)
         side.start(self)
         if node in self.prefill:
             self._dead.append(self.prefill[node])
@@ -329,8 +271,9 @@ class Network:
     def add_decode(self, name: str = "d0", model: Model | None = None, window: int = 64, **changes: Any) -> DecodeSide:
         node, settings = NodeId(name), self.settings.model_copy(update=changes)
         side = DecodeSide(
-            node, Role.DECODE, model or ToyModel(), settings, self.provider, self.open_transport, self.handoff, window
-        )
+            node, Role.DECODE, model or ToyModel(), settings, self.provider, self.open_tapped,
+            self.handoff, window, self.slots,
+        )  # fmt: skip
         side.start(self)
         self.decode[side.node] = side
         self.channels[side.node] = Channel()
@@ -355,10 +298,14 @@ class Network:
     def settle(self) -> None:
         """Waits until no page, slot or counter is held anywhere; dead nodes apart."""
         eventually(lambda: all(side.at_rest for side in self.decode.values() if not side.closed), PATIENCE_S)
+        assert not any(side.faults for side in self.decode.values())
         alive = [side for node, side in self.prefill.items() if node not in self.down and not side.closed]
         eventually(lambda: all(side.sender.active == 0 for side in alive), PATIENCE_S)
         for side in alive:
             assert side.pool.free_pages == side.pool.total, side.pool.counts()
+        for each in [*alive, *(side for side in self.decode.values() if not side.closed)]:
+            each.pool.examine()
+            assert not each.pool.faults
 
     def close(self) -> None:
         sides: list[Any] = [*self.decode.values(), *self.prefill.values(), *self._dead]

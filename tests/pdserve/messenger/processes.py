@@ -15,7 +15,7 @@ from pdserve.messenger.wire import MeetCallback, MeetRequest, NodeCard
 from pdserve.types import Incarnation, NodeId, Role
 from tests.pdserve.engine.toy import ToyModel
 from tests.pdserve.messenger.pair import PATIENCE_S, SETTINGS, DecodeSide, PrefillSide, SteppedModel
-from transport.engine import TransferEngine
+from transport.open import open_transport
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ def prefill_process(connection: Connection, name: str, provider: str, incarnatio
             line.tell("reached")
             threading.Event().wait(PATIENCE_S)
 
-    side = PrefillSide(NodeId(name), Role.PREFILL, SteppedModel(before_layer), SETTINGS, provider, TransferEngine)
+    side = PrefillSide(NodeId(name), Role.PREFILL, SteppedModel(before_layer), SETTINGS, provider, open_transport)
     side.card = replace(side.card, incarnation=Incarnation(incarnation))
     side.start(SimpleNamespace(channel_to=lambda node: line))  # type: ignore[arg-type]
     line.meet_here, line.control_here = side.sender.meet, side.sender.on_message
@@ -95,7 +95,7 @@ def prefill_process(connection: Connection, name: str, provider: str, incarnatio
 def decode_process(connection: Connection, provider: str, incarnation: int, prefill: NodeCard) -> None:
     """Asks for one long prompt."""
     line = Line(connection)
-    side = DecodeSide(NodeId("d0"), Role.DECODE, ToyModel(), SETTINGS, provider, TransferEngine)
+    side = DecodeSide(NodeId("d0"), Role.DECODE, ToyModel(), SETTINGS, provider, open_transport)
     side.card = replace(side.card, incarnation=Incarnation(incarnation))
     side.start(
         SimpleNamespace(channel_to=lambda node: line, card_of=lambda node: prefill, reroute=lambda *_: None)  # type: ignore[arg-type]

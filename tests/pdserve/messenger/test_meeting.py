@@ -9,12 +9,13 @@ import pytest
 
 from pdserve.errors import MeetingRefused
 from pdserve.messenger.answers import Answers
-from pdserve.messenger.meeting import Transports, choose_provider, refusal
+from pdserve.messenger.meeting import Transports, WireWish, refusal
 from pdserve.messenger.wire import Done, HandoffId, NodeCard
 from pdserve.types import Incarnation, NodeId, Role
 from policies.layout import KvLayout
 from policies.sharding import LayerGroup, ParallelLayout
 from transport.api import Memory
+from transport.choice import Choice
 from transport.loopback import LoopbackTransport
 
 PREFILL = NodeCard(
@@ -76,22 +77,30 @@ def test_roles_must_pair() -> None:
     ],
 )
 def test_the_wire(configured: str, host: str, providers: tuple[str, ...], chosen: str) -> None:
-    assert choose_provider(configured, PREFILL, dataclasses.replace(DECODE, host=host, providers=providers)) == chosen
+    theirs = dataclasses.replace(DECODE, host=host, providers=providers)
+    choices = {WireWish(configured).choose(*cards).provider for cards in ((PREFILL, theirs), (theirs, PREFILL))}
+    assert choices == {chosen}
 
 
 def test_no_slow_path_in_place_of_the_one_asked_for() -> None:
-    with pytest.raises(MeetingRefused, match=r"'shm' is not to be had at d0 \(it has tcp\)"):
-        choose_provider("shm", PREFILL, dataclasses.replace(DECODE, providers=("tcp",)))
-    with pytest.raises(MeetingRefused, match=r"'tcp' is not to be had at d0 \(it has none\)"):
-        choose_provider("auto", PREFILL, dataclasses.replace(DECODE, providers=()))
+    """The refusal names the side that lacks it."""
+    with pytest.raises(MeetingRefused, match=r"d0.*tcp"):
+        WireWish("shm").choose(PREFILL, dataclasses.replace(DECODE, providers=("tcp",)))
+    with pytest.raises(MeetingRefused, match="d0"):
+        WireWish().choose(PREFILL, dataclasses.replace(DECODE, providers=()))
+    with_gpus = [dataclasses.replace(card, host=card.node_id, gpus=True) for card in (PREFILL, DECODE)]
+    with pytest.raises(MeetingRefused, match="allow_tcp"):
+        WireWish().choose(*with_gpus)
+    assert WireWish(allow_tcp=True).choose(*with_gpus).provider == "tcp"
 
 
 def test_one_transport_for_each_provider() -> None:
     buffer = bytearray(64)
     transports = Transports(lambda provider: LoopbackTransport(), Memory(id(buffer), 64))
-    one = transports.get("a")
-    assert transports.get("a") is one is not transports.get("b")
-    assert set(transports.stats()) == {"a", "b"}
+    one = transports.get(Choice("a", "the first reason"))
+    assert transports.get(Choice("a", "another reason")) is one is not transports.get(Choice("b", ""))
+    assert (one.reason, transports.opened("a"), transports.opened("c")) == ("the first reason", one, None)
+    assert set(transports.stats()) == {"a", "b"} and len(transports.all()) == 2
     transports.close()
     assert not transports.stats()
 

@@ -15,18 +15,20 @@ from tests.pdserve.messenger.pair import (
     LayerGate,
     Network,
     SteppedModel,
-    drop,
     loopback,
 )
-from transport.engine import TransferEngine
+from tests.pdserve.messenger.taps import drop
+from transport.open import open_transport
 
 LENGTHS = (1, 2, 7, 8, 9, 10, 15, 16, 17, 18, 33, 64, 120)
 
 
-@pytest.fixture(params=["loopback in order", "loopback seed 1", "loopback seed 2", "tcp"])
+@pytest.fixture(params=["loopback in order", "loopback seed 1", "loopback seed 2", "tcp", "tcp over 2 NICs", "ucx"])
 def network(request: pytest.FixtureRequest) -> Iterator[Network]:
-    if request.param == "tcp":
-        made = Network(TransferEngine, "tcp")
+    if request.param in ("tcp", "ucx"):
+        made = Network(open_transport, request.param)
+    elif request.param == "tcp over 2 NICs":
+        made = Network(lambda provider: open_transport(provider, nics=("127.0.0.1", "127.0.0.2")), "tcp")
     elif request.param == "loopback in order":
         made = loopback(None, (0.0, 0.0))
     else:

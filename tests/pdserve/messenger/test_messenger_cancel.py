@@ -18,12 +18,12 @@ from tests.pdserve.engine.toy import Gate, ToyModel, eventually
 from tests.pdserve.messenger.pair import (
     PATIENCE_S,
     QUICK,
-    Keep,
     LayerGate,
     Network,
     SteppedModel,
     loopback,
 )
+from tests.pdserve.messenger.taps import Keep
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
 

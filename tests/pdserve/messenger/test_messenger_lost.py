@@ -23,9 +23,8 @@ from tests.pdserve.messenger.pair import (
     SteppedModel,
     loopback,
 )
-from transport.engine import TransferEngine
-from transport.errors import TransportError
-from transport.loopback_link import LoopbackLink
+from transport.errors import BacklogFull, TransportError
+from transport.open import open_transport
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
 
@@ -127,12 +126,13 @@ def test_the_only_prefill_node_is_restarted_in_time(network: Network) -> None:
 
 
 def test_a_new_incarnation_refuses_what_was_meant_for_its_predecessor(network: Network) -> None:
-    """The decode node has not noticed the restart: the answer to its request says so."""
+    """The decode node has not noticed the restart, and its link takes nothing: the answer to its request says so."""
     old = network.add_prefill()
     decode = network.add_decode()
     decode.check(decode.request("first", 30))
     network.settle()
     network.add_prefill()
+    link_at(decode).refuse(BacklogFull("the peer takes none"))
     request = decode.request("r", 30)
     decode.check(request)
     refusals = network.channels[D0].of(NotMet)
@@ -181,7 +181,6 @@ def test_decode_node_falls_silent(impatient: None) -> None:
         decode.request("r", 60)
         gate.wait()
         link = link_at(decode)
-        assert isinstance(link, LoopbackLink)
         link.go_silent()
         network.channels[P0].mute()
         network.channels[D0].mute()
@@ -253,7 +252,7 @@ def test_writes_that_never_land(impatient: None) -> None:
 
 
 def test_killed_over_tcp(impatient: None) -> None:
-    with Network(TransferEngine, "tcp", handoff=HandoffSettings(transfer_timeout_s=5.0)) as network:
+    with Network(open_transport, "tcp", handoff=HandoffSettings(transfer_timeout_s=5.0)) as network:
         gate = LayerGate(1)
         dying = network.add_prefill("p0", model=SteppedModel(gate))
         network.add_prefill("p1")

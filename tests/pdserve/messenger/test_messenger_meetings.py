@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.messenger.wire import (
+    PROTOCOL_VERSION,
     MeetReply,
     MeetRequest,
 )
@@ -28,7 +29,7 @@ P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
         ("fingerprint", "another", "fingerprint differs: another at p0 (toy), toy at d0 (toy)"),
         ("dtype", "bf16", "dtype differs: bf16 at p0 (toy), fp32 at d0 (toy)"),
         ("page_size", 16, "page_size differs: 16 at p0 (toy), 8 at d0 (toy)"),
-        ("protocol", 7, "protocol differs: 7 at p0 (toy), 1 at d0 (toy)"),
+        ("protocol", 7, f"protocol differs: 7 at p0 (toy), {PROTOCOL_VERSION} at d0 (toy)"),
         ("kv_layout", KvLayout.NHD, f"kv_layout differs: {KvLayout.NHD} at p0 (toy), {KvLayout.HND} at d0 (toy)"),
     ],
 )
@@ -41,7 +42,7 @@ def test_meeting_refused(network: Network, field: str, value: object, said: str,
     if who == "prefill refuses":
         prefill.sender._peers._card = card
     else:
-        network.channels[P0].tamper_meeting = lambda request, reply: reply(MeetReply(card))
+        network.channels[P0].tamper_meeting = lambda request, reply: reply(MeetReply(card, request.address))
     assert said in decode.error_of(decode.request("r", 30))
     network.settle()
     assert decode.transport.stats()["links_open"] == 0 == prefill.transport.stats()["links_open"]
@@ -51,7 +52,8 @@ def test_no_common_provider(network: Network) -> None:
     network.add_prefill()
     decode = network.add_decode()
     network.cards[P0] = dataclasses.replace(network.cards[P0], providers=("tcp",))
-    assert "provider 'loopback' is not to be had at p0 (it has tcp)" in decode.error_of(decode.request("r", 30))
+    error = decode.error_of(decode.request("r", 30))
+    assert "provider 'loopback' is configured, but p0 cannot open it; it has: tcp" in error
 
 
 def test_meeting_never_answered() -> None:

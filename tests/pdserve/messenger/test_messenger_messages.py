@@ -21,12 +21,11 @@ from tests.pdserve.engine.toy import eventually
 from tests.pdserve.messenger.pair import (
     PATIENCE_S,
     QUICK,
-    Keep,
     Network,
     SteppedModel,
-    drop,
     loopback,
 )
+from tests.pdserve.messenger.taps import Keep, drop
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
 

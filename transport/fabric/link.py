@@ -1,0 +1,156 @@
+"""`FabricLink`: what the owner of a link holds. It checks what is asked, and passes it to the worker thread."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import NamedTuple, Self
+
+from transport.api import (
+    DESCRIPTOR_VERSION,
+    Imm,
+    LinkAddress,
+    Memory,
+    OnDone,
+    PagedWrite,
+    RegionDescriptor,
+    SingleWrite,
+)
+from transport.descriptors import check_descriptor, check_target
+from transport.errors import DescriptorMismatch, LinkClosed, NotConnected, TransportClosed, TransportError
+from transport.fabric.link_end import LinkEnd
+from transport.fabric.regions import FabricExposure
+from transport.fabric.worker import Worker
+from transport.quiesce import quiesce
+from transport.transfer import Order, TransferState, immediate_order, paged_order, single_order
+
+
+class Identity(NamedTuple):
+    """What a transport says of itself in every address and descriptor."""
+
+    provider: str
+    incarnation: int
+
+
+class FabricLink:
+    """Implements `transport.api.Link`."""
+
+    def __init__(self, worker: Worker, end: LinkEnd, identity: Identity) -> None:
+        self._worker, self._end, self._identity = worker, end, identity
+        self._address = LinkAddress(
+            DESCRIPTOR_VERSION, identity.provider, identity.incarnation, end.names, end.rails, end.doorbell
+        )
+        self._peer: LinkAddress | None = None
+        self._window = 0
+        self._closed = False
+
+    @property
+    def address(self) -> LinkAddress:
+        return self._address
+
+    @property
+    def in_flight(self) -> int:
+        return self._end.outgoing.in_flight
+
+    @property
+    def posted(self) -> int:
+        return self._end.outgoing.posted_total
+
+    @property
+    def error(self) -> TransportError | None:
+        return self._end.error
+
+    @property
+    def lost_paths(self) -> tuple[str, ...]:
+        return self._end.lost_paths
+
+    def expose(self, memory: Memory) -> FabricExposure:
+        """Raises LinkClosed, FabricError."""
+        self._check_open()
+        base, keys = self._worker.expose(self._end, memory)
+        provider, incarnation = self._identity
+        descriptor = RegionDescriptor(
+            DESCRIPTOR_VERSION, provider, incarnation, base, memory.length_bytes, keys, memory.device
+        )
+        return FabricExposure(descriptor)
+
+    def connect(self, peer: LinkAddress, *, window: int, name: str = "") -> None:
+        """Raises ValueError, DescriptorMismatch, LinkClosed, FabricError. A peer that is not there fails the writes."""
+        self._check_open()
+        check_descriptor(peer, self._identity.provider)
+        if window < 0:
+            raise ValueError(f"window must not be negative, not {window}")
+        if not peer.names or len(peer.names) != len(peer.rails):
+            raise DescriptorMismatch(f"the peer's address has {len(peer.names)} names and {len(peer.rails)} rails")
+        if self._peer is not None:
+            raise ValueError(f"the link is connected already, to {self._end.peer or 'a peer'}: open another one")
+        self._worker.inbox.call(lambda: self._end.connect(peer, window, name))
+        self._peer, self._window = peer, window
+
+    def write_paged(self, write: PagedWrite, on_done: OnDone | None = None) -> TransferState:
+        """Raises ValueError, DescriptorMismatch, NotConnected, LinkClosed."""
+        return self._submit(paged_order(write, self._identity.provider), write.target, on_done)
+
+    def write(self, write: SingleWrite, on_done: OnDone | None = None) -> TransferState:
+        """Raises ValueError, DescriptorMismatch, NotConnected, LinkClosed."""
+        return self._submit(single_order(write, self._identity.provider), write.target, on_done)
+
+    def immediate(self, target: RegionDescriptor, imm: Imm, on_done: OnDone | None = None) -> TransferState:
+        """Raises ValueError, DescriptorMismatch, NotConnected, LinkClosed."""
+        return self._submit(immediate_order(target, imm, self._identity.provider), target, on_done)
+
+    def send(self, message: bytes) -> None:
+        """Raises MessageTooLarge, BacklogFull, NotConnected, LinkClosed."""
+        self._check_open()
+        if self._peer is None:
+            raise NotConnected("the link has no peer yet: connect it before sending")
+        if self.error is not None:
+            raise LinkClosed(f"the link to {self._end.peer or 'its peer'} is broken: {self.error}")
+        taken = bytes(message)
+        self._end.flow.check(taken)
+        self._worker.inbox.send(lambda: self._end.send(taken))
+
+    def quiesce(self, timeout_s: float | None = None) -> int:
+        """Raises TimeoutError, naming what is not done; TransportClosed."""
+        return quiesce(self._worker.inbox, self._end.outgoing, timeout_s)
+
+    def close(self) -> None:
+        self._closed = True
+        self._worker.close_end(self._end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(self, order: Order, target: RegionDescriptor, on_done: OnDone | None) -> TransferState:
+        self._check_open()
+        self._check(order, target)
+        transfer = TransferState(order, on_done, self._end.peer, self._cancel)
+        try:
+            self._worker.inbox.send(lambda: self._end.submit(transfer))
+        except TransportClosed as error:
+            transfer.stop(error)
+            transfer.finish()
+            raise
+        return transfer
+
+    def _check(self, order: Order, target: RegionDescriptor) -> None:
+        if self._peer is None:
+            raise NotConnected("the link has no peer yet: connect it before writing")
+        if not self._window:
+            raise NotConnected("the link was connected for messages only, with a window of 0")
+        check_target(target, self._peer)
+        if order.block_bytes > self._end.max_write_bytes:
+            raise ValueError(
+                f"a write of {order.block_bytes} bytes is longer than the {self._end.max_write_bytes} that the NIC "
+                "takes: use more `parts`, or smaller blocks"
+            )
+
+    def _cancel(self, transfer: TransferState) -> None:
+        with suppress(TransportClosed):  # then it is done, or about to be
+            self._worker.inbox.send(lambda: self._end.outgoing.cancel(transfer))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LinkClosed(f"the link to {self._end.peer or 'its peer'} is closed")

@@ -1,0 +1,272 @@
+"""The worker's side of one link: its lanes, one per NIC, and what they share. Runs on the worker thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from transport.api import LinkAddress, Memory, OnMessage
+from transport.doorbell import Ringer
+from transport.errors import FabricError, LinkClosed, TransportError
+from transport.fabric.domain import Region
+from transport.fabric.lane import Lane, Route, Traffic
+from transport.fabric.posting import Loops
+from transport.fabric.regions import Nic
+from transport.inbox import attempted
+from transport.messages import MessageFlow
+from transport.outgoing import Outbox, Outgoing
+from transport.transfer import TransferState
+
+log = logging.getLogger(__name__)
+
+
+class LinkEnd:
+    """Opens a lane on every NIC; one that cannot be opened is left out. Raises FabricError if none can.
+
+    Where a method raises, the link cannot be used any more: then only `fail` is left, unless it says otherwise.
+    """
+
+    def __init__(self, nics: Sequence[Nic], loops: Loops, outbox: Outbox, stall_timeout_s: float) -> None:
+        self.outgoing = Outgoing(outbox)
+        self.flow = MessageFlow()
+        self.on_message: OnMessage | None = None
+        self.closed = False
+        self._outbox = outbox
+        self._traffic = Traffic(outbox, self.outgoing, stall_timeout_s)
+        self.lanes = _opened(nics, loops, self._traffic)
+        """Indexed as the names of the link's address are, those included that were lost."""
+        self.names = tuple(lane.endpoint.name for lane in self.lanes)
+        self.rails = tuple(lane.nic.domain.rail for lane in self.lanes)
+        self.max_write_bytes = min(lane.nic.domain.max_write_bytes for lane in self.lanes)
+        self.wakes = all(lane.endpoint.wait_fd >= 0 for lane in self.lanes)
+        """Whatever comes wakes this side by itself; else `doorbell` names what the peer is to ring."""
+        self.doorbell = b""
+        self._ringer = Ringer(b"")
+        self._routes: list[Route] = []
+        self._message_lane: Lane | None = None
+        self._message_route: Route | None = None
+        self._fragment: bytes | None = None
+        self._own_error: TransportError | None = None
+
+    @property
+    def peer(self) -> str:
+        return self._traffic.peer
+
+    @property
+    def error(self) -> TransportError | None:
+        """See `transport.api.Link.error`."""
+        if self.outgoing.error is not None or self._own_error is not None:
+            return self.outgoing.error or self._own_error
+        errors = [lane.own_error for lane in self.lanes]
+        return errors[0] if all(error is not None for error in errors) else None
+
+    @property
+    def lost_paths(self) -> tuple[str, ...]:
+        names = [lane.nic.name for lane in self.lanes]
+        there = self.peer or "its peer"
+        return tuple(f"{names[p.pair[0]]} to NIC {p.pair[1]} of {there}: {p.broken}" for p in self.outgoing.lost)
+
+    @property
+    def open_lanes(self) -> list[Lane]:
+        return [lane for lane in self.lanes if not lane.closed]
+
+    @property
+    def blocked(self) -> bool:
+        """The provider refused a post for now: the worker must come back soon."""
+        return any(route.stalled_since is not None for route in self._routes)
+
+    @property
+    def busy(self) -> bool:
+        """Something is to be sent or under way."""
+        return self.outgoing.busy or self._talking
+
+    @property
+    def _talking(self) -> bool:
+        lane = self._message_lane
+        return lane is not None and (self.flow.wants_to_send or self._fragment is not None or lane.mailbox.sending)
+
+    def check_open(self) -> None:
+        """Raises LinkClosed. What is asked of a link may come after it has ended."""
+        if self.closed:
+            why = f"is broken: {self.error}" if self.error is not None else "is closed"
+            raise LinkClosed(f"the link to {self.peer or 'its peer'} {why}")
+
+    def expose(self, memory: Memory) -> tuple[int, tuple[bytes, ...]]:
+        """(base, keys): exposed on every lane. Raises LinkClosed, FabricError; the link is as it was then."""
+        self.check_open()
+        regions: dict[int, Region] = {}
+        failed: list[tuple[Lane, FabricError]] = []
+        for lane in self.open_lanes:
+            try:
+                regions[lane.nic.index] = lane.nic.domain.expose(memory)
+            except FabricError as error:
+                failed.append((lane, error))
+        if not regions:
+            raise failed[0][1]
+        for lane, failure in failed:
+            self.lose(lane, failure)
+        for lane in self.open_lanes:
+            lane.expose(regions[lane.nic.index])
+        keys = tuple(regions[lane.nic.index].key if lane.nic.index in regions else bytes(8) for lane in self.lanes)
+        return next(iter(regions.values())).base, keys
+
+    def connect(self, peer: LinkAddress, window: int, name: str) -> None:
+        """Raises LinkClosed, ValueError, FabricError; nothing is connected then."""
+        self.check_open()
+        inserted = {}
+        for i, lane in enumerate(self.lanes):
+            for j, there in enumerate(peer.names):
+                if not lane.closed:
+                    inserted[i, j] = lane.endpoint.insert(there)
+        self._traffic.peer, self._traffic.window = name, window
+        self._ringer = Ringer(peer.doorbell)
+        for path in self.outgoing.connect(self.rails, peer.rails):
+            lane = self.lanes[path.pair[0]]
+            if lane.closed:
+                self.outgoing.break_path(path, lane.own_error or LinkClosed(f"{lane.nic.name} was lost"))
+                continue
+            route = Route(path, inserted[path.pair])
+            lane.routes.append(route)
+            self._routes.append(route)
+        self._share_window()
+        self._choose_message_route()
+
+    def submit(self, transfer: TransferState) -> None:
+        self.outgoing.submit(transfer)
+
+    def send(self, message: bytes) -> None:
+        if not self.closed:
+            self.flow.submit(message)
+            self._outbox.messages_sent += 1
+
+    def pump(self, lane: Lane, entries: int = 0) -> bool:
+        """Drains and posts one lane, then sends what messages wait. True if anything moved."""
+        if lane.closed:
+            return False
+        try:
+            moved = lane.pump(entries)
+        except Exception as error:
+            log.exception("the link to %s loses %s", self.peer or "a peer", lane.nic.name)
+            self.lose(lane, _as_transport_error(error))
+            moved = True
+        moved = self._talk() or moved
+        if moved:
+            self._ringer.ring()
+        return moved
+
+    def pump_all(self) -> bool:
+        moved = False
+        for lane in self.lanes:
+            moved = self.pump(lane) or moved
+        return moved
+
+    def lose(self, lane: Lane, error: TransportError) -> None:
+        """Takes the lane out. What is queued there goes by the others, what is in flight there fails."""
+        lane.own_error = lane.own_error or error
+        for path in lane.paths:
+            self.outgoing.break_path(path, error)
+        lane.close()
+        self.outgoing.abandon(lane.paths)
+        self.flow.repeat()
+        if self.open_lanes:
+            self._share_window()
+        else:
+            raise error
+
+    def begin_close(self, linger_s: float) -> bool:
+        """Posts nothing more. True if it is worth lingering for what is in flight (see `Profile.receiver_pulls`)."""
+        healthy = self.outgoing.broken is None
+        self.outgoing.break_off(LinkClosed(f"the link to {self.peer or 'its peer'} was closed"))
+        return healthy and (self._talking or (self.outgoing.in_flight > 0 and linger_s > 0))
+
+    @property
+    def drained(self) -> bool:
+        """Lingering has nothing left to wait for."""
+        return not self.outgoing.in_flight and not self._talking
+
+    def fail(self, error: TransportError) -> None:
+        """The link cannot be used: closes, and ends every transfer with `error`. What had completed counts."""
+        self._own_error = self._own_error or error
+        self.outgoing.break_off(error)
+        self.close()
+
+    def close(self) -> None:
+        """Revokes, closes, drains; then every transfer is done. `begin_close` comes first. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        for lane in self.lanes:
+            attempted(lane.close, "closing a lane of a link")
+            self._own_error = self._own_error or (lane.own_error if self.outgoing.error is None else None)
+        self._fragment = None
+        self._ringer.close()
+        self.outgoing.abandon()
+
+    def _share_window(self) -> None:
+        lanes = self.open_lanes
+        for lane in lanes:
+            lane.share = max(1, self._traffic.window // len(lanes)) if self._traffic.window else 0
+
+    def _choose_message_route(self) -> None:
+        """The first path that is left, in the order of the pairings."""
+        self._fragment = None
+        self._message_route = next((route for route in self._routes if route.path.broken is None), None)
+        route = self._message_route
+        self._message_lane = None if route is None else self.lanes[route.path.pair[0]]
+
+    def _talk(self) -> bool:
+        """Takes the fragments that have come, and sends what waits. Raises TransportError if one is damaged."""
+        moved = False
+        if self._traffic.fragments:
+            moved = True
+            self._take_fragments()
+        if self._message_route is None:
+            return moved
+        if self._message_route.path.broken is not None:
+            self._choose_message_route()
+            self.flow.repeat()
+        return self._send_fragments() or moved
+
+    def _take_fragments(self) -> None:
+        fragments, self._traffic.fragments = self._traffic.fragments, []
+        for fragment in fragments:
+            try:
+                messages = self.flow.arrived(fragment)
+            except ValueError as error:
+                raise TransportError(f"the link to {self.peer or 'its peer'} is broken: {error}") from error
+            self._outbox.messages_received += len(messages)
+            if self.on_message is not None:
+                self._outbox.messages.extend((self.on_message, message) for message in messages)
+
+    def _send_fragments(self) -> bool:
+        moved = False
+        route, lane = self._message_route, self._message_lane
+        if route is None or lane is None:
+            return moved
+        while not lane.mailbox.full:
+            if self._fragment is None:
+                self._fragment = self.flow.next()
+            if self._fragment is None or not lane.send(route, self._fragment):
+                break
+            self._fragment = None
+            moved = True
+        return moved
+
+
+def _opened(nics: Sequence[Nic], loops: Loops, traffic: Traffic) -> list[Lane]:
+    lanes: list[Lane] = []
+    failure: FabricError | None = None
+    for nic in nics:
+        try:
+            lanes.append(Lane(nic, loops, traffic))
+        except FabricError as error:
+            log.warning("a link does without %s: %s", nic.name, error)
+            failure = error
+    if not lanes:
+        assert failure is not None
+        raise failure
+    return lanes
+
+
+def _as_transport_error(error: Exception) -> TransportError:
+    return error if isinstance(error, TransportError) else TransportError(f"the link failed: {error!r}")

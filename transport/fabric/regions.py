@@ -1,0 +1,44 @@
+"""Memory as the NICs of a transport know it: what writes read from, and what a link's peer may write to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transport.descriptors import Memory, RegionDescriptor
+from transport.fabric.domain import Domain, Region
+from transport.transfer import TransferState
+
+
+@dataclass(slots=True)
+class Nic:
+    """One NIC of a transport; `index` is its place among them. `posted` counts the writes that went through it."""
+
+    index: int
+    domain: Domain
+    posted: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.domain.nic
+
+
+class FabricSource:
+    """Implements `transport.api.SourceRegion`. `users` are the transfers that read from it.
+
+    `regions` has one entry per NIC; None where that one could not register it.
+    """
+
+    def __init__(self, memory: Memory, regions: list[Region | None]) -> None:
+        self._memory, self.regions = memory, regions
+        self.users: set[TransferState] = set()
+
+    @property
+    def memory(self) -> Memory:
+        return self._memory
+
+
+@dataclass(frozen=True, slots=True)
+class FabricExposure:
+    """Implements `transport.api.ExposedRegion`."""
+
+    descriptor: RegionDescriptor

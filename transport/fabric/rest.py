@@ -1,0 +1,83 @@
+"""How a worker thread waits: for completions on any of several queues, for its doorbell, or to be asked something."""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+from contextlib import suppress
+
+import numpy as np
+
+from transport.doorbell import Doorbell
+from transport.fabric import abi
+from transport.fabric.posting import ENTRIES, Loops, Poster
+
+_POLLIN = 1
+_FIXED = 2
+"""Descriptors that are always waited for: the event, and the doorbell or nothing."""
+_LIBC = c.CDLL(None)
+_PPOLL = abi.address_of(_LIBC.ppoll)
+_PR_SET_TIMERSLACK = 29
+
+
+class Rest:
+    """`wake` may be called from any thread."""
+
+    def __init__(self, bound: Loops) -> None:
+        self._loops = bound
+        self._bell: Doorbell | None = None
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._woken = np.zeros(1, np.int64)
+        self._timespec = np.zeros(2, np.int64)
+        self.watch([])
+
+    def watch(self, posters: list[Poster]) -> None:
+        """From now on it waits for these queues; their order gives the numbers that `__call__` returns."""
+        rows = [[p.read, p.cq, p.buffer, p.fabric, p.trywait] for p in posters]
+        self._queues = np.array(rows, np.int64).reshape(len(posters), 5)
+        bell = -1 if self._bell is None else self._bell.fileno()
+        fds = [self._event, bell, *(poster.wait_fd for poster in posters)]
+        self._polls = np.array([fd & 0xFFFFFFFF | _POLLIN << 32 for fd in fds], np.int64)
+        self.sure = all(poster.wait_fd >= 0 for poster in posters)
+        """Whatever comes wakes it: it need not look from time to time."""
+
+    def __call__(self, spins: int, sleep_ns: int, longest_ns: int, total_ns: int) -> tuple[int, int, int]:
+        """See `loops.rest`."""
+        queue, code, sleep_ns = self._loops.rest(
+            self._queues, self._queues.ctypes.data, ENTRIES, self._woken, spins, sleep_ns, longest_ns, total_ns,
+            _PPOLL, self._polls, self._polls.ctypes.data, _FIXED, self._timespec, self._timespec.ctypes.data,
+        )  # fmt: skip
+        if queue == -2:
+            self._answer()
+        return int(queue), int(code), int(sleep_ns)
+
+    def doorbell(self) -> bytes:
+        """The name of the socket that ends a rest from outside; made when it is first asked for."""
+        if self._bell is None:
+            self._bell = Doorbell()
+        return self._bell.name
+
+    def wake(self) -> None:
+        self._woken[0] = 1
+        os.eventfd_write(self._event, 1)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._event >= 0:
+            os.close(self._event)
+            self._event = -1
+        if self._bell is not None:
+            self._bell.close()
+            self._bell = None
+
+    def _answer(self) -> None:
+        self._woken[0] = 0
+        with suppress(BlockingIOError):  # it was not this that woke
+            os.eventfd_read(self._event)
+        if self._bell is not None:
+            self._bell.answer()
+
+
+def precise_sleep() -> None:
+    """Lets this thread sleep for tens of microseconds: by default the kernel adds up to 50."""
+    _LIBC.prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)

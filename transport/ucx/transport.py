@@ -1,0 +1,160 @@
+"""`UcxTransport`: the transport over libucp. What is asked of it is passed to the worker thread."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Self
+
+from transport.api import Memory, OnMessage, SourceRegion
+from transport.errors import ProviderUnavailable, RegionBusy, TransportError
+from transport.imm import ImmediateCounters
+from transport.ucx.binding import Calls, bind_loops
+from transport.ucx.calls import PROVIDER
+from transport.ucx.context import opened
+from transport.ucx.dll import load_libucp
+from transport.ucx.link import UcxLink
+from transport.ucx.link_end import UcxSource
+from transport.ucx.worker import Worker
+
+_MAX_WINDOW = 1 << 16
+"""Sockets hold back what is not read, so there is no queue to overrun; this bounds what waits in them."""
+
+
+class UcxTransport:
+    """Implements `transport.api.Transport` over libucp.
+
+    `nics` are network devices as UCX names them ("eth0", "mlx5_0:1"; None: all). `tls` are UCX's transports; `tcp`
+    keeps the promise of `Link.close`, with any other `revokes` is False. `library` is the path of libucp. `calls`
+    chooses how the data path calls it: compiled loops or ctypes. `stall_timeout_s` is how long a peer may leave the
+    first greeting unanswered before it counts as lost. `cpu` is where the worker thread is kept.
+    Raises LibraryMissing, ProviderUnavailable, FabricError, ValueError.
+    """
+
+    def __init__(
+        self,
+        provider: str = PROVIDER,
+        *,
+        nics: tuple[str, ...] | None = None,
+        tls: tuple[str, ...] = ("tcp",),
+        library: str | None = None,
+        calls: Calls = "auto",
+        stall_timeout_s: float = 10.0,
+        cpu: int | None = None,
+    ) -> None:
+        if provider != PROVIDER:
+            raise ProviderUnavailable(f"UcxTransport is the provider {PROVIDER!r}, not {provider!r}")
+        self._library = load_libucp(library)
+        loops = bind_loops(calls)
+        self.calls: str = loops.kind
+        """`numba` or `ctypes`: what `calls="auto"` came to."""
+        self._incarnation = secrets.randbits(64)
+        self._context = opened(self._library, tls, nics)
+        self._immediates = ImmediateCounters(on_waiting=lambda: self._worker.inbox.nudge())
+        self._worker = Worker(self._context, loops, self._immediates, stall_timeout_s)
+        self._close_lock = threading.Lock()
+        self._closed = False
+        if cpu is not None:
+            try:
+                self._worker.pin(cpu)
+            except ValueError:
+                self.close()
+                raise
+
+    @property
+    def provider(self) -> str:
+        return PROVIDER
+
+    @property
+    def incarnation(self) -> int:
+        return self._incarnation
+
+    @property
+    def description(self) -> str:
+        version = ".".join(map(str, self._library.version))
+        devices = ", ".join(self._context.nics) if self._context.nics else "all devices"
+        return f"ucx ({', '.join(self._context.tls)}) over {devices}, by libucp {version} from {self._library.path}"
+
+    @property
+    def revokes(self) -> bool:
+        return self._context.revokes
+
+    @property
+    def receiver_pulls(self) -> bool:
+        return not self._context.revokes
+
+    @property
+    def library(self) -> str:
+        """Path of the libucp that is used."""
+        return self._library.path
+
+    @property
+    def nics(self) -> tuple[str, ...]:
+        """The network devices that UCX was told to use; empty: all."""
+        return self._context.nics or ()
+
+    @property
+    def immediates(self) -> ImmediateCounters:
+        return self._immediates
+
+    @property
+    def error(self) -> TransportError | None:
+        return self._worker.error
+
+    @property
+    def max_window(self) -> int:
+        return _MAX_WINDOW
+
+    def register(self, memory: Memory) -> UcxSource:
+        """Raises FabricError, ProviderUnavailable, TransportClosed."""
+        return UcxSource(self._worker.register(memory))
+
+    def unregister(self, region: SourceRegion) -> None:
+        """Raises RegionBusy, TransportClosed."""
+        if not isinstance(region, UcxSource):
+            raise TypeError(f"{type(region).__name__} was not made by UcxTransport.register")
+        users = sorted(map(str, list(region.users)))
+        if users:
+            raise RegionBusy(f"the region is still read by {', '.join(users)}: wait for them or close their link")
+        self._worker.release(region.region)
+
+    def open_link(self, on_message: OnMessage | None = None) -> UcxLink:
+        """Raises FabricError, TransportClosed."""
+        return UcxLink(self._worker, self._worker.open_end(on_message), self._incarnation)
+
+    def polling(self) -> AbstractContextManager[Callable[[], None]]:
+        """`with transport.polling() as poll:` the calling thread takes the worker's place: the least latency.
+
+        `poll()` runs one turn without waiting: it polls, posts and calls back. Raises TransportError where another
+        thread polls.
+        """
+        return self._worker.polling()
+
+    def stats(self) -> dict[str, int]:
+        outbox = self._worker.outbox
+        return {
+            "writes_posted": outbox.posted,
+            "writes_completed": outbox.completed,
+            "writes_failed": outbox.failed,
+            "bytes_completed": outbox.bytes_completed,
+            "immediates_late": self._immediates.late,
+            "messages_sent": outbox.messages_sent,
+            "messages_received": outbox.messages_received,
+            "paths_lost": outbox.paths_lost,
+            "links_open": self._worker.links_open,
+        }
+
+    def close(self) -> None:
+        """Closes all links and joins the worker. Idempotent. Raises TransportError when called from a callback."""
+        with self._close_lock:
+            if not self._closed:
+                self._worker.stop()
+                self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
