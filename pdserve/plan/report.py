@@ -141,10 +141,8 @@ def render(planned: Planned) -> str:
 def _setting(planned: Planned) -> list[str]:
     options, request = planned.options, planned.plan.request
     layout = "latent" if planned.shape.kv_heads is None else str(request.decode.layout).upper()
-    lines = [
-        f"{planned.shape.name}: prompt of {_counted(options.prompt, 'token')}, pages of {_counted(options.page, 'token')}, "
-        f"{layout} blocks, {options.dtype}"
-    ]
+    prompt, page = _counted(options.prompt, "token"), _counted(options.page, "token")
+    lines = [f"{planned.shape.name}: prompt of {prompt}, pages of {page}, {layout} blocks, {options.dtype}"]
     for number, part in enumerate(request.groups):
         entry = "a latent" if part.group.kv_heads is None else _counted(part.group.kv_heads, "KV head")
         lines.append(

@@ -76,11 +76,12 @@ def _from_config(file: Path, config: Mapping[str, Any]) -> CacheShape:
         return CacheShape(name, layers, None, latent, drafter)
     heads = _number(file, config, "num_attention_heads")
     kv_heads = heads if config.get("num_key_value_heads") is None else _number(file, config, "num_key_value_heads")
-    if config.get("head_dim") is None:
-        head_dim = _number(file, config, "hidden_size") // heads
-    else:
-        head_dim = _number(file, config, "head_dim")
-    return CacheShape(name, layers, kv_heads, head_dim, drafter)
+    if config.get("head_dim") is not None:
+        return CacheShape(name, layers, kv_heads, _number(file, config, "head_dim"), drafter)
+    hidden = _number(file, config, "hidden_size")
+    if hidden < heads:
+        raise ConfigError(f"--model: {file}: hidden_size ({hidden}) is less than num_attention_heads ({heads})")
+    return CacheShape(name, layers, kv_heads, hidden // heads, drafter)
 
 
 def _number(file: Path, config: Mapping[str, Any], key: str, least: int = 1) -> int:

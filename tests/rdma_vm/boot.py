@@ -79,8 +79,7 @@ def _qemu(kernel: Kernel, run_dir: Path, kept: Path, boot: Boot) -> list[str]:
     line = "console=ttyS0 panic=-1 oops=panic mitigations=off nowatchdog tsc=reliable"
     console = str(run_dir / "console.log")
     command = ["qemu-system-x86_64", "-accel", "tcg", "-smp", "2", "-m", f"{boot.memory_mib}M"]
-    # Strings copied byte by byte are what the emulation is slowest at, and this is how the kernel and libc copy.
-    command += ["-cpu", "max,erms=off,fsrm=off", "-nic", "none", "-no-reboot", "-display", "none", "-monitor", "none"]
+    command += ["-cpu", "max", "-nic", "none", "-no-reboot", "-display", "none", "-monitor", "none"]
     command += ["-kernel", str(kernel.image), "-initrd", str(run_dir / "initramfs")]
     command += ["-append", f"{line} rdma_vm.interactive" if boot.interactive else line]
     command += ["-serial", f"file:{console}", "-serial", "chardev:terminal"]

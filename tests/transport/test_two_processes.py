@@ -14,7 +14,7 @@ from transport.fabric.leftovers import remove_leftovers
 
 TIMEOUT_S = 20.0
 BLOCK, BLOCKS = 16384, 64
-PROVIDERS = ["tcp", "shm", "sockets", pytest.param("tcp;ofi_rxm", marks=pytest.mark.slow)]
+PROVIDERS = ["tcp", "ucx", "shm", "sockets", pytest.param("tcp;ofi_rxm", marks=pytest.mark.slow)]
 
 
 def _eventually(condition, timeout_s=TIMEOUT_S):
@@ -91,7 +91,7 @@ def test_after_close_nothing_lands_and_others_go_on(provider, open_engine, peers
         assert (cut.memory == 0xAB).all()
 
 
-@pytest.mark.parametrize("provider", ["tcp"])
+@pytest.mark.parametrize("provider", ["tcp", "ucx"])
 def test_a_writer_learns_that_it_was_cut_off(provider, open_engine, peers):
     engine = open_engine(provider)()
     with engine:
@@ -148,7 +148,7 @@ def test_peer_killed_while_writing_to_it(provider, open_engine, peers):
         again.close()
 
 
-@pytest.mark.parametrize("provider", ["tcp"])
+@pytest.mark.parametrize("provider", ["tcp", "ucx"])
 def test_peer_that_is_not_there_is_lost_after_the_stall_timeout(provider, open_engine, peers):
     engine = open_engine(provider)()
     with engine:

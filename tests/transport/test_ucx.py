@@ -54,7 +54,7 @@ def test_the_library_says_where_it_comes_from(library):
 def test_one_process_takes_one_library(library, tmp_path):
     copy = tmp_path / "libucp.so.0"
     shutil.copy(library.path, copy)
-    with pytest.raises(LibraryMissing, match="uses .* already"):
+    with pytest.raises(LibraryMissing, match=r"uses .* already"):
         dll.load_libucp(str(copy))
     assert dll.load_libucp(library.path).lib is library.lib
 
@@ -180,7 +180,7 @@ def test_a_closed_writer_with_everything_in_flight_harms_no_receiver(pair):
 
 
 def test_what_completed_before_a_close_is_counted_there(pair):
-    """The immediates of a completed transfer are on their way when the link closes, not in a buffer that goes with it."""
+    """The immediates of a completed transfer are on their way when its link closes, not in a buffer that goes too."""
     pair.receiver.immediates.arm(IMM, 1 << 30, lambda _: None)
     total = 0
     for _ in range(20):

@@ -18,6 +18,7 @@ from transport.api import (
 )
 from transport.descriptors import check_descriptor, check_target
 from transport.errors import DescriptorMismatch, LinkClosed, NotConnected, TransportClosed, TransportError
+from transport.quiesce import quiesce
 from transport.transfer import Order, TransferState, immediate_order, paged_order, single_order
 from transport.ucx.calls import PROVIDER
 from transport.ucx.link_end import LinkEnd
@@ -109,10 +110,7 @@ class UcxLink:
 
     def quiesce(self, timeout_s: float | None = None) -> int:
         """Raises TimeoutError, naming what is not done; TransportClosed."""
-        if self._end.outgoing.busy and not self._worker.quiesce(self._end, timeout_s):
-            names = ", ".join(self._end.outgoing.names)
-            raise TimeoutError(f"after {timeout_s} s not done: {names}; {self.in_flight} writes are in flight")
-        return self.posted
+        return quiesce(self._worker.inbox, self._end.outgoing, timeout_s)
 
     def close(self) -> None:
         self._closed = True

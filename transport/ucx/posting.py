@@ -51,7 +51,7 @@ class Poster:
 
     def __init__(self, bound: Loops, table: NDArray[np.int64], worker: int, block: int, depth: int) -> None:
         self._loops, self._table = bound, table
-        most = min(max(depth // 2, 1), loops.MOST_PER_BATCH)
+        most = min(max(depth // 8, 1), loops.MOST_PER_BATCH)
         rows = min(-(-depth // most), _ROWS)
         self._batches = np.zeros((rows, loops.PUTS + most), np.int64)
         self._headers = np.zeros((rows, 2), np.int64)
