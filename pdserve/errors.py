@@ -7,6 +7,7 @@ PdserveError
 │   └── ContextLengthError     prompt + max_tokens exceeds the context
 ├── OutOfPages             the page pool cannot give the pages asked for now
 ├── MeetingRefused         two nodes disagree on model, dtype, page size, layout or protocol
+├── RankLost               a rank of a node died, or did not come to a collective in time
 ├── HandoffFailed          a handoff ended without its pages (rejection, deadline, peer lost)
 ├── ClusterTooSmall        the cluster's hosts cannot hold the nodes of a deployment
 └── NoNodeAvailable        no ready node can take the request (HTTP 503)
@@ -45,6 +46,10 @@ class OutOfPages(PdserveError):
 
 class MeetingRefused(PdserveError):
     """Two nodes cannot work together; the message names the field and both values."""
+
+
+class RankLost(PdserveError):
+    """A collective did not end: a rank of the group died, or did not come in time."""
 
 
 class HandoffFailed(PdserveError):

@@ -47,6 +47,11 @@ class Ringer:
         if name:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
+    @property
+    def rings(self) -> bool:
+        """Whether there is anything to ring."""
+        return self._socket is not None
+
     def ring(self) -> None:
         if self._socket is None:
             return

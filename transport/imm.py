@@ -14,6 +14,7 @@ Imm = NewType("Imm", int)
 """The 32-bit immediate: slot in the low 20 bits, generation in the high 12."""
 
 SLOT_BITS = 20
+_SLOT_MASK = (1 << SLOT_BITS) - 1
 GENERATION_BITS = 12
 
 
@@ -103,8 +104,7 @@ class ImmediateCounters:
         self._announce(counter)
 
     def received(self, imm: Imm) -> int:
-        with self._lock:
-            return self._armed(imm).received
+        return self._armed(imm).received
 
     def disarm(self, imm: Imm) -> int:
         """Raises KeyError if `imm` is not armed."""
@@ -119,7 +119,7 @@ class ImmediateCounters:
         if not len(values):
             return []
         if len(values) <= _FEW:
-            pairs = [(int(value), 1) for value in values]
+            pairs = [(value, 1) for value in values.tolist()]
         else:
             distinct, counts = np.unique(values, return_counts=True)
             pairs = list(zip(distinct.tolist(), counts.tolist(), strict=True))
@@ -130,7 +130,7 @@ class ImmediateCounters:
         return fired
 
     def _count_one(self, value: int, times: int, fired: list[Fired]) -> None:
-        counter = self._slots.get(split_imm(value)[0])
+        counter = self._slots.get(value & _SLOT_MASK)
         if counter is None or counter.imm != value:
             self._late += times
             return
@@ -142,9 +142,9 @@ class ImmediateCounters:
             fired.append((counter.on_full, counter.imm))
 
     def _armed(self, imm: Imm) -> _Counter:
-        slot, generation = split_imm(imm)
-        counter = self._slots.get(slot)
+        counter = self._slots.get(imm & _SLOT_MASK)
         if counter is None or counter.imm != imm:
+            slot, generation = split_imm(imm)
             raise KeyError(f"slot {slot} is not armed with generation {generation}")
         return counter
 

@@ -101,7 +101,7 @@ class Inbox:
 
     def take(self) -> bool:
         """Runs what has come until now, so that callers in a hurry do not starve the rest; True if anything had."""
-        count = len(self._functions)
+        count = len(self._functions)  # what comes meanwhile waits for the next turn
         for _ in range(count):
             attempted(self._functions.popleft(), "a request to the transport")
         return count > 0

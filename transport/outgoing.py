@@ -138,6 +138,8 @@ class Outgoing:
         """One write of each ticket has completed."""
         if len(self._outstanding) == 1:
             pairs = [(next(iter(self._outstanding)), len(tickets))]
+        elif len(tickets) == 1:
+            pairs = [(int(tickets[0]), 1)]
         else:
             distinct, counts = np.unique(tickets, return_counts=True)
             pairs = list(zip(distinct.tolist(), counts.tolist(), strict=True))
@@ -211,6 +213,11 @@ class Outgoing:
         alive = [path for path in pairing if path.broken is None]
         alive = alive or [path for path in self._paths.values() if path.broken is None]
         order = transfer.order
+        if stop - start == 1:
+            size = order.block_bytes if stop < transfer.total else order.last_bytes
+            self._queue(alive[self._turn % len(alive)], Part(transfer, start, stop, size))
+            self._turn += 1
+            return
         odd = order.last_bytes != order.block_bytes and stop == transfer.total
         for which, first, last in deal(stop - start - odd, len(alive), self._turn):
             self._queue(alive[which], Part(transfer, start + first, start + last, order.block_bytes))

@@ -21,6 +21,8 @@ from transport.errors import TransferCancelled
 
 _ZERO = np.zeros(1, np.int64)
 _tickets = itertools.count(1)
+_waiting_lock = threading.Lock()
+"""An event for each transfer would cost more than the rest of it; most are never waited for."""
 
 
 class Source(Protocol):
@@ -173,8 +175,10 @@ class TransferState:
         self.error: Exception | None = None
         self.finished_at: float | None = None
         self.stopped = False
+        self.done = False
+        """True when nothing of it is in flight or will be posted."""
         self._cancel = cancel
-        self._done = threading.Event()
+        self._waiting: threading.Event | None = None
         if order.region is not None:
             order.region.users.add(self)
 
@@ -182,16 +186,17 @@ class TransferState:
     def in_flight(self) -> int:
         return self.posted - self.completed - self.failed
 
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
     def cancel(self) -> None:
         if not self.done:
             self._cancel(self)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        return self._done.wait(timeout_s)
+        if self.done:
+            return True
+        with _waiting_lock:
+            if self._waiting is None:
+                self._waiting = threading.Event()
+        return self.done or self._waiting.wait(timeout_s)
 
     def stop(self, error: Exception) -> None:
         """Nothing more will be posted; `error` stands unless an earlier one does or everything completes."""
@@ -209,7 +214,11 @@ class TransferState:
         if self.completed == self.total:
             self.error = None
         self.finished_at = time.monotonic()
-        self._done.set()
+        self.done = True
+        with _waiting_lock:  # who waits has seen `done`, or its event is seen here
+            waiting = self._waiting
+        if waiting is not None:
+            waiting.set()
 
     def __str__(self) -> str:
         towards = f" to {self.peer}" if self.peer else ""

@@ -18,13 +18,12 @@ _DTYPES: dict[int, type[np.generic]] = {2: np.uint16, 4: np.float32}
 class KvMemory:
     """The pages of one rank, laid over a memfd.
 
-    `blocks` is `(layers, pages, 2, kv_heads, page_size, head_dim)` for HND: float32, or bf16 seen as uint16.
+    `blocks` is `(layers, pages, *block)`: float32, or bf16 seen as uint16. A block is `(2, kv_heads, page_size,
+    head_dim)` for HND, `(2, page_size, kv_heads, head_dim)` for NHD, `(page_size, head_dim)` for a latent (MLA).
     The descriptor `fd` can be passed to another process, which maps the same bytes.
     """
 
     def __init__(self, geometry: PageGeometry) -> None:
-        if geometry.layout is not KvLayout.HND:
-            raise ValueError("CPU kernels read HND blocks only")
         self.geometry = geometry
         self.fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, geometry.region_bytes)
@@ -33,6 +32,15 @@ class KvMemory:
         self.blocks: NDArray[Any] = np.frombuffer(mapping, dtype=_DTYPES[g.element_bytes]).reshape(
             g.layers, g.pages, *g.block_shape
         )
+
+    def layer(self, index: int) -> NDArray[Any]:
+        """One layer as kernels take it: `(pages, 2, kv_heads, page_size, head_dim)` whatever the order in memory,
+        `(pages, page_size, head_dim)` of a latent.
+        """
+        block: NDArray[Any] = self.blocks[index]
+        if self.geometry.kv_heads is not None and self.geometry.layout is KvLayout.NHD:
+            return block.swapaxes(2, 3)
+        return block
 
     @property
     def address(self) -> int:

@@ -13,10 +13,15 @@ import numpy as np
 
 from pdserve.errors import ModelError
 from pdserve.models.api import ModelConfig
+from pdserve.models.families import Family, expert_shape, family_of, latent_shape
 from pdserve.models.rope import rope_settings
 from pdserve.models.safetensors_file import TensorEntry, open_tensors
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+# What else decides the outputs, where a config.json has it.
+_FAMILY_SETTINGS = (
+    "rope_interleave", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor",
+    "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "qk_nope_head_dim", "v_head_dim",
+)  # fmt: skip
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
@@ -34,12 +39,12 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Maps a directory's tensors and reads its config. Raises ModelError, which names the path and what is missing."""
     raw = _read_json(path, "config.json")
-    architecture = _check_architecture(path, raw)
+    architecture, family = family_of(raw, str(path))
     tensors: dict[str, TensorEntry] = {}
     for file in _weight_files(path):
         tensors.update(open_tensors(file))
     fingerprint = _fingerprint(raw, architecture, tensors)
-    return Checkpoint(path, _model_config(path, raw, fingerprint), rope_settings(raw), tensors)
+    return Checkpoint(path, _model_config(path, raw, family, fingerprint), rope_settings(raw), tensors)
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
@@ -57,23 +62,6 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     return loaded
 
 
-def _check_architecture(path: Path, raw: Mapping[str, Any]) -> str:
-    named = raw.get("architectures") or ["(none named)"]
-    if named[0] not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ModelError(f"{path} is a {named[0]}, which is not supported (supported: {supported})")
-    refused = {
-        "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(raw.get("attention_bias")),
-        "mlp_bias": bool(raw.get("mlp_bias")),
-        "quantization_config": bool(raw.get("quantization_config")),
-    }
-    for key, wrong in refused.items():
-        if wrong:
-            raise ModelError(f"{path}/config.json: {key} {raw[key]!r} is not supported")
-    return str(named[0])
-
-
 def _weight_files(path: Path) -> list[Path]:
     single = path / "model.safetensors"
     if single.exists():
@@ -87,9 +75,11 @@ def _weight_files(path: Path) -> list[Path]:
     return [path / shard for shard in shards]
 
 
-def _model_config(path: Path, raw: Mapping[str, Any], fingerprint: str) -> ModelConfig:
+def _model_config(path: Path, raw: Mapping[str, Any], family: Family, fingerprint: str) -> ModelConfig:
     try:
         heads = int(raw["num_attention_heads"])
+        latent = latent_shape(raw) if family.latents else None
+        head_dim = raw.get("head_dim") or family.default_head_dim or int(raw["hidden_size"]) // heads
         return ModelConfig(
             name=path.resolve().name,
             fingerprint=fingerprint,
@@ -97,8 +87,8 @@ def _model_config(path: Path, raw: Mapping[str, Any], fingerprint: str) -> Model
             hidden=int(raw["hidden_size"]),
             intermediate=int(raw["intermediate_size"]),
             heads=heads,
-            kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+            kv_heads=None if latent else int(raw.get("num_key_value_heads") or heads),
+            head_dim=latent.rank + latent.rope if latent else int(head_dim),
             vocab=int(raw["vocab_size"]),
             context=int(raw.get("max_position_embeddings", 2048)),
             rope_theta=float(rope_settings(raw)["rope_theta"]),
@@ -106,6 +96,9 @@ def _model_config(path: Path, raw: Mapping[str, Any], fingerprint: str) -> Model
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=_eos_token_ids(path, raw),
+            head_norms=family.head_norms,
+            latent=latent,
+            experts=expert_shape(raw, family) if family.experts else None,
         )
     except KeyError as error:
         raise ModelError(f"{path}/config.json lacks {error.args[0]!r}") from error
@@ -128,7 +121,9 @@ def _fingerprint(raw: Mapping[str, Any], architecture: str, tensors: Mapping[str
     """
     shape = {key: raw.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")}
     digest = hashlib.sha256()
-    settings = [architecture, shape, raw.get("rms_norm_eps"), rope_settings(raw)]
+    settings: list[Any] = [architecture, shape, raw.get("rms_norm_eps"), rope_settings(raw)]
+    family = {key: raw[key] for key in _FAMILY_SETTINGS if raw.get(key) is not None}
+    settings += [family] if family else []
     digest.update(json.dumps(settings, sort_keys=True).encode())
     for name in sorted(tensors):
         entry = tensors[name]

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.config import EMBEDDED_MODEL
-from pdserve.errors import ModelError
 from pdserve.models.api import ModelConfig
+from pdserve.models.build import Builder
 from pdserve.models.checkpoint import Checkpoint, open_checkpoint
+from pdserve.models.decoder import Decoder, Runtime
 from pdserve.models.embedded import embedded_model_dir
 from pdserve.models.files import file_lock
-from pdserve.models.llama import LayerWeights, LlamaModel, LlamaWeights
-from pdserve.models.rope import RotaryTable, inverse_frequencies
-from pdserve.models.safetensors_file import convert, open_tensors, write_tensors
-from pdserve.ops.api import Ops
+from pdserve.models.safetensors_file import TensorEntry, open_tensors, write_tensors
+from pdserve.models.step import Scratch
+from pdserve.models.weights import WeightReader
+from pdserve.ops.api import Needs, Ops
 from pdserve.ops.choice import choose_ops
+from pdserve.parallel.group import ModelParallel
 from pdserve.paths import cache_dir
 
 Dtype = Literal["bf16", "fp32"]
@@ -28,10 +30,7 @@ Progress = Callable[[str], None]
 
 _log = logging.getLogger(__name__)
 _STORED = {"bf16": "BF16", "fp32": "F32"}
-_LAYER_TENSORS = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-}  # fmt: skip
+_ROUTER = ".mlp.gate.weight"  # stays as it is stored: rounding it could send a row to another expert
 
 
 def model_dir(path_or_name: str | Path, progress: Progress | None = None) -> Path:
@@ -53,72 +52,72 @@ def load_model(
     deterministic: bool = True,
     ops: Ops | None = None,
     progress: Progress | None = None,
-) -> LlamaModel:
+) -> Decoder:
     """Loads a local Hugging Face directory or the embedded model.
 
     Where the files are not in `dtype`, they are converted once into the cache directory. `progress` gets a line for
     whatever may take more than a second (conversion, kernel compilation). Raises ModelError.
     """
     report = progress or _log.info
-    checkpoint = open_checkpoint(model_dir(path_or_name, report))
-    tensors = _tensors_in(checkpoint, dtype, report)
+    return _load(_Wanted(model_dir(path_or_name, report), dtype, deterministic, ModelParallel(), report), ops)
+
+
+def load_rank(
+    path_or_name: str | Path,
+    dtype: Dtype,
+    parallel: ModelParallel,
+    *,
+    deterministic: bool = True,
+    progress: Progress | None = None,
+) -> Decoder:
+    """As `load_model`: one rank's part of a model that several ranks compute together.
+
+    Rows of matrices stay views of the mapped files; of columns the rank's share is copied. Raises ModelError, also
+    where that many ranks cannot share the model.
+    """
+    report = progress or _log.info
+    return _load(_Wanted(model_dir(path_or_name, report), dtype, deterministic, parallel, report), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    path: Path
+    dtype: Dtype
+    deterministic: bool
+    parallel: ModelParallel
+    report: Progress
+
+
+def _load(wanted: _Wanted, ops: Ops | None) -> Decoder:
+    checkpoint = open_checkpoint(wanted.path)
     config = checkpoint.config
-    rotary = RotaryTable(inverse_frequencies(checkpoint.rope, config.head_dim), config.context)
-    weights = _llama_weights(checkpoint, tensors)
-    return LlamaModel(config, weights, rotary, ops or choose_ops(dtype, deterministic, config.head_dim, report))
+    reader = WeightReader(checkpoint, _tensors_in(checkpoint, wanted.dtype, wanted.report), wanted.parallel)
+    needs = Needs(latents=config.latent is not None, experts=config.experts is not None)
+    chosen = ops or choose_ops(wanted.dtype, wanted.deterministic, config.head_dim, wanted.report, needs)
+    return Builder(reader, checkpoint.rope, Runtime(chosen, Scratch(), wanted.parallel)).model()
 
 
 def _tensors_in(checkpoint: Checkpoint, dtype: Dtype, report: Progress) -> dict[str, NDArray[Any]]:
-    """The checkpoint's tensors as `dtype`, mapped from its own files or from a converted copy in the cache."""
-    if all(entry.dtype == _STORED[dtype] for entry in checkpoint.tensors.values()):
-        return {name: entry.data for name, entry in checkpoint.tensors.items()}
+    """The checkpoint's matrices as `dtype`, mapped from its own files or from a converted copy in the cache.
+
+    Vectors are as they are stored: they are few, and kernels take them as float32.
+    """
+    stored = {name: entry.data for name, entry in checkpoint.tensors.items()}
+    foreign = {name: entry.data for name, entry in checkpoint.tensors.items() if _is_foreign(name, entry, dtype)}
+    if not foreign:
+        return stored
     config = checkpoint.config
     copy = cache_dir() / "models" / "converted" / f"{config.name}-{config.fingerprint[:16]}-{dtype}.safetensors"
     if not copy.exists():
         with file_lock(copy):
             if not copy.exists():
                 report(f"converting {config.name} to {dtype} (once, into {copy.parent})")
-                write_tensors(copy, {name: entry.data for name, entry in checkpoint.tensors.items()}, dtype)
-    return {name: entry.data for name, entry in open_tensors(copy).items()}
+                write_tensors(copy, foreign, dtype)
+    converted = open_tensors(copy)
+    return stored | {name: converted[name].data for name in foreign}
 
 
-def _llama_weights(checkpoint: Checkpoint, tensors: Mapping[str, NDArray[Any]]) -> LlamaWeights:
-    config = checkpoint.config
-
-    def matrix(name: str, rows: int, columns: int) -> NDArray[Any]:
-        return _checked(checkpoint, tensors, name, (rows, columns))
-
-    def norm(name: str) -> NDArray[np.float32]:
-        return np.array(convert(_checked(checkpoint, tensors, name, (config.hidden,)), "fp32"), np.float32)
-
-    query, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes = {
-        "query": (query, config.hidden), "key": (keys, config.hidden), "value": (keys, config.hidden),
-        "output": (config.hidden, query), "gate": (config.intermediate, config.hidden),
-        "up": (config.intermediate, config.hidden), "down": (config.hidden, config.intermediate),
-    }  # fmt: skip
-
-    def layer(index: int) -> LayerWeights:
-        prefix = f"model.layers.{index}."
-        matrices = {field: matrix(f"{prefix}{name}.weight", *shapes[field]) for field, name in _LAYER_TENSORS.items()}
-        return LayerWeights(
-            attention_norm=norm(f"{prefix}input_layernorm.weight"),
-            mlp_norm=norm(f"{prefix}post_attention_layernorm.weight"),
-            **matrices,
-        )
-
-    embedding = matrix("model.embed_tokens.weight", config.vocab, config.hidden)
-    head = embedding if config.tied_embeddings else matrix("lm_head.weight", config.vocab, config.hidden)
-    layers = tuple(layer(index) for index in range(config.layers))
-    return LlamaWeights(embedding, layers, norm("model.norm.weight"), head)
-
-
-def _checked(
-    checkpoint: Checkpoint, tensors: Mapping[str, NDArray[Any]], name: str, shape: tuple[int, ...]
-) -> NDArray[Any]:
-    found = tensors.get(name)
-    if found is None:
-        raise ModelError(f"{checkpoint.path}: no tensor {name!r} in its safetensors files")
-    if found.shape != shape:
-        raise ModelError(f"{checkpoint.path}: tensor {name} is {found.shape}, config.json asks for {shape}")
-    return found
+def _is_foreign(name: str, entry: TensorEntry, dtype: Dtype) -> bool:
+    if len(entry.shape) < 2 or (name.endswith(_ROUTER) and entry.dtype != "F16"):
+        return False
+    return entry.dtype != _STORED[dtype]

@@ -34,10 +34,41 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Rotary embedding by position: `cos` and `sin` are `(positions, head_dim // 2)` float32."""
+    """Rotary embedding by position: `cos` and `sin` are `(positions, half)` float32.
+
+    It turns the last `2 * half` elements of a head: i with i + half, or 2i with 2i + 1 where `interleaved`.
+    """
 
     cos: Floats
     sin: Floats
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a row's experts follow from the router's logits.
+
+    Softmax or sigmoid gives the scores that weigh; scores plus a bias choose. With `kept_groups < groups`, only experts
+    of the groups whose two best choices sum highest can be chosen.
+    """
+
+    top_k: int
+    sigmoid: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    normalise: bool = True  # weights of a row sum to `scale`
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which operations a model uses beside the common ones."""
+
+    latents: bool = False
+    experts: bool = False
+
+
+COMMON = Needs()
 
 
 class Ops(Protocol):
@@ -66,14 +97,19 @@ class Ops(Protocol):
         ...
 
     def rotate(self, x: Floats, rotation: Rotation, plan: RowPlan) -> None:
-        """Rotates x `(rows, heads, head_dim)` in place, halves paired as Hugging Face does."""
+        """Rotates x `(rows, heads, head_dim)` in place."""
         ...
 
     def append(self, keys: Floats, values: Floats, block: Weights, plan: RowPlan) -> None:
         """Writes (rotated) keys and values `(rows, kv_heads, head_dim)` into one layer's pages.
 
-        `block` is `(pages, 2, kv_heads, page_size, head_dim)`; bf16 is rounded to nearest even.
+        `block` is `(pages, 2, kv_heads, page_size, head_dim)`, contiguous or a view of the NHD order; bf16 is rounded
+        to nearest even.
         """
+        ...
+
+    def append_latent(self, latents: Floats, block: Weights, plan: RowPlan) -> None:
+        """Writes latents `(rows, rank + rope)` into one layer's pages `(pages, page_size, rank + rope)`."""
         ...
 
     def attention(self, queries: Floats, block: Weights, plan: RowPlan, out: Floats) -> None:
@@ -82,6 +118,36 @@ class Ops(Protocol):
         queries and out `(rows, heads, head_dim)`. A row at position p reads the keys of positions 0..p, and no other
         memory: what lies behind them in a page may be anything.
         """
+        ...
+
+    def latent_attention(self, queries: Floats, block: Weights, plan: RowPlan, scale: float, out: Floats) -> None:
+        """Causal attention of all heads over one layer's latents `(pages, page_size, rank + rope)`.
+
+        queries `(rows, heads, rank + rope)`, out `(rows, heads, rank)`: a token's first `rank` elements are its value.
+        """
+        ...
+
+    def absorb(self, queries: Floats, weight: Weights, nope: int, out: Floats) -> None:
+        """Queries `(rows, heads, nope + rope)` in the latents' space: out `(rows, heads, rank + rope)`.
+
+        weight `(heads, nope + value_dim, rank)` made keys and values of latents; its first `nope` rows per head come in
+        here. The rope part is copied.
+        """
+        ...
+
+    def expand(self, latents: Floats, weight: Weights, nope: int, out: Floats) -> None:
+        """Attended latents `(rows, heads, rank)` as values: out `(rows, heads, value_dim)`; weight as in `absorb`."""
+        ...
+
+    def route(self, logits: Floats, bias: Floats, routing: Routing, experts: Indices, weights: Floats) -> None:
+        """Each row's experts, ascending, and their weights, both `(rows, top_k)`; logits `(rows, experts)`.
+
+        bias is `(experts,)`, or empty where the scores alone choose. Of equal choices the first wins.
+        """
+        ...
+
+    def combine(self, results: Floats, place: Indices, weights: Floats, out: Floats) -> None:
+        """`out[r] = sum over k of weights[r, k] * results[place[r, k]]`: results `(places, hidden)`."""
         ...
 
     def silu_mul(self, gate: Floats, up: Floats) -> None:

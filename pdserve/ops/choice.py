@@ -10,13 +10,19 @@ from pathlib import Path
 import numpy as np
 
 from pdserve.errors import ModelError
-from pdserve.ops.api import Ops
+from pdserve.ops.api import COMMON, Needs, Ops
 
 _log = logging.getLogger(__name__)
 _NATIVE_BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 
 
-def choose_ops(dtype: str, deterministic: bool, head_dim: int, report: Callable[[str], None] | None = None) -> Ops:
+def choose_ops(
+    dtype: str,
+    deterministic: bool,
+    head_dim: int,
+    report: Callable[[str], None] | None = None,
+    needs: Needs = COMMON,
+) -> Ops:
     """The kernels, unless determinism was waived and torch multiplies this CPU's native bf16 faster; compiled.
 
     The choice is reported in one line. Raises ModelError where only torch can serve head_dim but rows must not depend
@@ -29,7 +35,7 @@ def choose_ops(dtype: str, deterministic: bool, head_dim: int, report: Callable[
         return _torch(say, native_bf16=False, why=f"head_dim {head_dim} is not a multiple of 16")
     from pdserve.ops.numba_ops import NumbaOps, warm_up
 
-    warm_up(dtype, say)
+    warm_up(dtype, say, needs)
     kernels = NumbaOps()
     if deterministic or dtype != "bf16" or not native_bf16():
         say(f"kernels: numba ({'deterministic' if deterministic else 'no native bf16 on this CPU'})")

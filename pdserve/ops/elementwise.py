@@ -38,16 +38,25 @@ def add_rms_norm(residual: Floats, delta: Floats, weight: Floats, epsilon: float
 
 
 @kernel
-def rotate(x: Floats, cos: Floats, sin: Floats, position: Indices) -> None:
+def rotate(x: Floats, cos: Floats, sin: Floats, interleaved: bool, position: Indices) -> None:
+    """The last `2 * half` elements of each head: element i with i + half, or 2i with 2i + 1 where interleaved."""
     rows, heads, dim = x.shape
-    half = dim // 2
+    half = cos.shape[1]
+    start = dim - 2 * half
     for row in range(rows):
         for head in range(heads):
-            for i in range(half):
-                c, s = cos[position[row], i], sin[position[row], i]
-                first, second = x[row, head, i], x[row, head, half + i]
-                x[row, head, i] = first * c - second * s
-                x[row, head, half + i] = second * c + first * s
+            if interleaved:
+                for i in range(half):
+                    c, s = cos[position[row], i], sin[position[row], i]
+                    first, second = x[row, head, start + 2 * i], x[row, head, start + 2 * i + 1]
+                    x[row, head, start + 2 * i] = first * c - second * s
+                    x[row, head, start + 2 * i + 1] = second * c + first * s
+            else:
+                for i in range(start, start + half):
+                    c, s = cos[position[row], i - start], sin[position[row], i - start]
+                    first, second = x[row, head, i], x[row, head, half + i]
+                    x[row, head, i] = first * c - second * s
+                    x[row, head, half + i] = second * c + first * s
 
 
 @kernel

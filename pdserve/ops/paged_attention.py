@@ -1,5 +1,6 @@
-"""Attention over pages, one kernel for decode rows and prefill chunks.
+"""Attention over pages: one kernel for decode rows and prefill chunks, grouped heads in either order, and latents.
 
+A latent (MLA) is one key head whose values are the first elements of its own keys, so it is a matter of addresses.
 A tile is a few query rows times the heads that share a key/value head; it passes over the sequence's pages once, with
 an online softmax. A page's keys are transposed into scratch memory, so that scores come out eight tokens at a time
 without sums across lanes. Every row's sums run in the order of dimensions, tokens and pages, whatever shares its tile.
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdserve.ops.api import Floats, Indices, Weights
+from pdserve.ops.api import Floats, Indices
 from pdserve.ops.compile import inline, kernel
 from pdserve.ops.spans import prefetch_span, softmax_step
 from pdserve.ops.tiles import transpose_tile, weighted_sum_tile
 
-QUERY_ROWS = 32  # of one tile
+QUERY_ROWS = 32  # of one tile at most
+TILE_ROWS = 256  # query rows times heads, where a group has many heads
 LANES = 8
 
 
@@ -38,9 +40,9 @@ def score_rows(rows, queries, dim, columns, scores, page_size):  # type: ignore[
 
 
 @inline
-def weigh_values(rows, like, size, weights, page_size, values, sums, dim, factors, tokens):  # type: ignore[no-untyped-def]
+def weigh_values(rows, like, size, weights, page_size, values, stride, sums, dim, factors, tokens):  # type: ignore[no-untyped-def]
     """Shrinks the sums of up to six rows and adds a page's weighted values; addresses of the first row."""
-    row, stride, out = page_size * 4, dim * size, dim * 4
+    row, out = page_size * 4, dim * 4
     for d in range(0, dim, 16):
         at, to = values + d * size, sums + d * 4
         if rows == 6:
@@ -60,15 +62,17 @@ def tile_rows(left):  # type: ignore[no-untyped-def]
 
 
 @inline
-def attend_page(like, size, keys, values, page_size, dim, filled, position, count, group, scratch):  # type: ignore[no-untyped-def]
+def attend_page(like, size, keys, values, stride, page_size, dims, filled, position, count, group, scratch):  # type: ignore[no-untyped-def]
     """Takes the first `filled` tokens of a page into the online softmax of `count` query rows times `group` heads.
 
-    `keys` and `values` are addresses of one head's; `position` is that of the first query row relative to the page.
+    `keys` and `values` are addresses of one head's, its tokens `stride` bytes apart; `dims` are a key's and a value's
+    elements; `position` is that of the first query row relative to the page.
     """
     queries, columns, scores, sums, state, state_stride = scratch
+    dim, value_dim = dims
     rows, page_row = count * group, page_size * 4
     for token in range(0, page_size, LANES):  # stale tokens come along; softmax_step gives them no weight
-        transpose_tile(like, keys + token * dim * size, dim * size, columns + token * 4, page_row, dim // 16)
+        transpose_tile(like, keys + token * stride, stride, columns + token * 4, page_row, dim // 16)
     row = 0
     while row < rows:
         height = tile_rows(rows - row)
@@ -83,20 +87,19 @@ def attend_page(like, size, keys, values, page_size, dim, filled, position, coun
     row = 0
     while row < rows:
         height = tile_rows(rows - row)
-        at, to = scores + row * page_row, sums + row * dim * 4
+        at, to = scores + row * page_row, sums + row * value_dim * 4
         factors = state + 2 * state_stride + row * 4
-        weigh_values(height, like, size, at, page_size, values, to, dim, factors, filled)
+        weigh_values(height, like, size, at, page_size, values, stride, to, value_dim, factors, filled)
         row += height
 
 
 @inline
-def prepare_tile(queries, first_row, count, head, group, packed, sums, state):  # type: ignore[no-untyped-def]
+def prepare_tile(queries, first_row, count, head, group, scale, packed, sums, state):  # type: ignore[no-untyped-def]
     """Packs a tile's queries, scaled, and resets its sums."""
-    dim = queries.shape[2]
-    scale = np.float32(1.0) / np.sqrt(np.float32(dim))
     for i in range(count * group):
-        for d in range(dim):
+        for d in range(queries.shape[2]):
             packed[i, d] = queries[first_row + i // group, head * group + i % group, d] * scale
+        for d in range(sums.shape[1]):
             sums[i, d] = 0.0
         state[0, i] = -np.inf
         state[1, i] = 0.0
@@ -117,7 +120,11 @@ def finish_tile(out, first_row, count, head, group, sums, state, bf16):  # type:
 @kernel
 def paged_attention(
     queries: Floats,
-    block: Weights,
+    like: np.generic,
+    pages: int,
+    strides: tuple[int, int, int, int, int],
+    kv_heads: int,
+    scale: np.float32,
     row_start: Indices,
     first_position: Indices,
     page_table: Indices,
@@ -128,27 +135,33 @@ def paged_attention(
     sums: Floats,
     state: Floats,
 ) -> None:
-    """See `Ops.attention`. Scratch: packed and sums `(tile rows, head_dim)`, columns `(head_dim, page_size)`,
-    scores `(tile rows, page_size)`, state `(3, tile rows)`; tile rows are QUERY_ROWS times the heads of a group.
+    """See `Ops.attention` and `Ops.latent_attention`. `like` is an element of the pages, which start at `pages`.
+
+    `strides` are bytes: an element, a page, from keys to values, a head, a token. Scratch: packed `(tile rows,
+    head_dim)`, sums `(tile rows, value_dim)`, columns `(head_dim, page_size)`, scores `(tile rows, page_size)`, state
+    `(3, tile rows)`; tile rows are some query rows times the heads of a group.
     """
-    kv_heads, page_size, dim, size = block.shape[2], block.shape[3], block.shape[4], block.itemsize
-    group, like = queries.shape[1] // kv_heads, block[0, 0, 0, 0, 0]
+    size, page_bytes, value_offset, head_bytes, stride = strides
+    page_size, dim, group = scores.shape[1], queries.shape[2], queries.shape[1] // kv_heads
+    query_rows = packed.shape[0] // group
     scratch = (packed.ctypes.data, columns.ctypes.data, scores.ctypes.data, sums.ctypes.data, state.ctypes.data,
                state.shape[1] * 4)  # fmt: skip
-    pages, head_bytes = block.ctypes.data, page_size * dim * size
+    lines = page_size * stride // 64 if stride == dim * size else 0
     for sequence in range(len(first_position)):
         for head in range(kv_heads):
-            for first_row in range(row_start[sequence], row_start[sequence + 1], QUERY_ROWS):
-                count = min(QUERY_ROWS, row_start[sequence + 1] - first_row)
+            first_head = pages + head * head_bytes
+            for first_row in range(row_start[sequence], row_start[sequence + 1], query_rows):
+                count = min(query_rows, row_start[sequence + 1] - first_row)
                 position = first_position[sequence] + first_row - row_start[sequence]
                 length = position + count
-                prepare_tile(queries, first_row, count, head, group, packed, sums, state)
+                prepare_tile(queries, first_row, count, head, group, scale, packed, sums, state)
                 for start in range(0, length, page_size):
-                    keys = pages + (page_table[sequence, start // page_size] * 2 * kv_heads + head) * head_bytes
+                    keys = first_head + page_table[sequence, start // page_size] * page_bytes
                     if start + page_size < length:  # the CPU's own prefetching ends at each page's border
-                        following = page_table[sequence, start // page_size + 1] * 2 * kv_heads + head
-                        prefetch_span(pages + following * head_bytes, head_bytes // 64)
-                        prefetch_span(pages + (following + kv_heads) * head_bytes, head_bytes // 64)
-                    attend_page(like, size, keys, keys + kv_heads * head_bytes, page_size, dim,
+                        following = first_head + page_table[sequence, start // page_size + 1] * page_bytes
+                        prefetch_span(following, lines)
+                        if value_offset:
+                            prefetch_span(following + value_offset, lines)
+                    attend_page(like, size, keys, keys + value_offset, stride, page_size, (dim, out.shape[2]),
                                 min(page_size, length - start), position - start, count, group, scratch)  # fmt: skip
                 finish_tile(out, first_row, count, head, group, sums, state, size == 2)

@@ -239,7 +239,7 @@ def test_arming_while_the_worker_goes_to_rest_is_not_missed(engines, monkeypatch
     begin_rest, rest = worker.inbox.begin_rest, worker._rest
 
     class Watched:
-        wake, watch, close = rest.wake, rest.watch, rest.close
+        wake, watch, close, sure = rest.wake, rest.watch, rest.close, False
 
         def __call__(self, spins, sleep_ns, longest_ns, total_ns):
             rests.append(longest_ns)

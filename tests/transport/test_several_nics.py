@@ -117,7 +117,7 @@ def test_a_window_below_the_number_of_nics_is_kept(sides):
     transfer, most = pair.paged(), 0
     while not transfer.done:
         most = max(most, pair.link.in_flight)
-    assert most == 1 and transfer.completed == pair.blocks
+    assert most <= 1 and transfer.completed == pair.blocks
 
 
 def test_a_nic_that_dies_is_taken_out_and_the_rest_goes_on(sides):
@@ -142,8 +142,8 @@ def test_a_nic_that_dies_is_taken_out_and_the_rest_goes_on(sides):
 
 
 def test_what_was_in_flight_on_a_dead_nic_fails_and_what_was_queued_is_dealt_again(sides):
-    pair = sides(2, 2, blocks=64, block_bytes=1 << 20, window=2)
-    assert pair.link.immediate(pair.target, IMM).wait(TIMEOUT_S) and pair.link.immediate(pair.target, IMM).wait(20)
+    pair = sides(2, 2, blocks=6, block_bytes=16 << 20, window=2)
+    assert all(pair.link.immediate(pair.target, IMM).wait(TIMEOUT_S) for _ in range(2))
     gate = pair.hold()
     hit = pair.paged()
     eventually(lambda: hit.posted == 2)

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class World:
         pool = draw.integers(0, 256, (1 << 14, self.block_bytes), dtype=np.uint8)
         source = self.sender.register(memory_of(pool))
         peers = [self._peer(receiver, rows) for receiver in self.receivers]
+        peers[-2][0].go_silent()
         transfers, expected = [], [hashlib.sha256() for _ in peers]
         for handoff in range(self.handoffs):
             for n, (link, target, _, _) in enumerate(peers):
@@ -55,7 +57,7 @@ class World:
                 )
                 expected[n].update(pool[index].tobytes())
                 link.send(b"control")
-        self._grief(peers)
+        transfers += self._cut_off(*peers[-1][:2])
         self._check(peers, transfers, expected)
         for link, *_ in peers:
             link.close()
@@ -72,11 +74,17 @@ class World:
             receiver.immediates.arm(make_imm(slot, 1), self.blocks, full)
         return link, target, memory, landed
 
-    def _grief(self, peers):
-        """The last two peers: one falls silent, one cuts the sender off. The others must not feel it."""
-        peers[-2][0].go_silent()
-        eventually(lambda: peers[-1][0].posted > 0, WAIT_S)
+    def _cut_off(self, link, target):
+        """The last peer closes while it is written to. Whoever goes on writing learns of it."""
+        eventually(lambda: link.posted > 0, WAIT_S)
         self.receivers[-1].close()
+        more = []
+        deadline = time.monotonic() + WAIT_S
+        while link.error is None:
+            assert time.monotonic() < deadline
+            more.append((PEERS + 1, link.immediate(target, make_imm(0, 1))))
+            time.sleep(0.01)
+        return more
 
     def _check(self, peers, transfers, expected):
         good = range(PEERS)
@@ -92,11 +100,10 @@ class World:
                 assert transfer.error is None and transfer.posted == transfer.completed == self.blocks
         for n, error in ((PEERS, LinkClosed), (PEERS + 1, PeerLost)):
             link = peers[n][0]
-            if n == PEERS + 1:
-                eventually(lambda link=link: link.error is not None, WAIT_S)
             link.close()
             mine = [transfer for m, transfer in transfers if m == n]
-            assert all(transfer.done for transfer in mine) and any(isinstance(t.error, error) for t in mine)
+            assert all(transfer.done for transfer in mine) and any(transfer.error is not None for transfer in mine)
+            assert all(isinstance(each.error, error) for each in mine if each.completed < each.total)
             assert link.posted == sum(transfer.posted for transfer in mine)
 
 

@@ -100,7 +100,8 @@ class Lane:
     def pump(self, entries: int = 0) -> bool:
         """Drains, then posts. `entries` are in the poster's buffer already. True if anything moved."""
         moved = self._drain(entries)
-        self._receive()
+        if self.mailbox.unposted:
+            self._receive()
         return self.post() or moved
 
     def close(self) -> None:
@@ -125,6 +126,8 @@ class Lane:
         busy = [route for route in self.routes if route.path.next is not None]
         if not busy:
             return False
+        if len(busy) == 1:
+            return self._post(busy[0], self._room())
         moved = False
         self._turn += 1
         for k in range(len(busy)):
@@ -146,8 +149,8 @@ class Lane:
 
     def _room(self) -> int:
         """Writes that it may post now."""
-        share = self.share - self._slots.taken
-        return min(share, self._slots.available, self._traffic.window - self._traffic.outgoing.in_flight)
+        room = min(self._slots.available, self._traffic.window - self._traffic.outgoing.in_flight)
+        return min(room, self.share - self._slots.taken)
 
     def _post(self, route: Route, most: int) -> bool:
         moved = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, Self
 
 from transport.api import (
@@ -42,6 +43,9 @@ class FabricLink:
         self._peer: LinkAddress | None = None
         self._window = 0
         self._closed = False
+        # The same request again (a flag, a ping) is not checked again: requests cannot change.
+        self._last_write: SingleWrite | None = None
+        self._last_order: Order | None = None
 
     @property
     def address(self) -> LinkAddress:
@@ -92,7 +96,13 @@ class FabricLink:
 
     def write(self, write: SingleWrite, on_done: OnDone | None = None) -> TransferState:
         """Raises ValueError, DescriptorMismatch, NotConnected, LinkClosed."""
-        return self._submit(single_order(write, self._identity.provider), write.target, on_done)
+        if write is self._last_write:
+            assert self._last_order is not None
+            return self._submit(self._last_order, None, on_done)
+        order = single_order(write, self._identity.provider)
+        transfer = self._submit(order, write.target, on_done)
+        self._last_write, self._last_order = write, order
+        return transfer
 
     def immediate(self, target: RegionDescriptor, imm: Imm, on_done: OnDone | None = None) -> TransferState:
         """Raises ValueError, DescriptorMismatch, NotConnected, LinkClosed."""
@@ -123,12 +133,15 @@ class FabricLink:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, order: Order, target: RegionDescriptor, on_done: OnDone | None) -> TransferState:
-        self._check_open()
-        self._check(order, target)
+    def _submit(self, order: Order, target: RegionDescriptor | None, on_done: OnDone | None) -> TransferState:
+        """`target` None: it was checked."""
+        if self._closed:
+            self._check_open()
+        if target is not None:
+            self._check(order, target)
         transfer = TransferState(order, on_done, self._end.peer, self._cancel)
         try:
-            self._worker.inbox.send(lambda: self._end.submit(transfer))
+            self._worker.inbox.send(partial(self._end.submit, transfer))
         except TransportClosed as error:
             transfer.stop(error)
             transfer.finish()
@@ -149,7 +162,7 @@ class FabricLink:
 
     def _cancel(self, transfer: TransferState) -> None:
         with suppress(TransportClosed):  # then it is done, or about to be
-            self._worker.inbox.send(lambda: self._end.outgoing.cancel(transfer))
+            self._worker.inbox.send(lambda: self._end.cancel(transfer))
 
     def _check_open(self) -> None:
         if self._closed:

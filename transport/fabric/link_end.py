@@ -31,6 +31,8 @@ class LinkEnd:
         self.flow = MessageFlow()
         self.on_message: OnMessage | None = None
         self.closed = False
+        self.stirred = True
+        """Something waits to be posted or sent, whether or not a queue has anything."""
         self._outbox = outbox
         self._traffic = Traffic(outbox, self.outgoing, stall_timeout_s)
         self.lanes = _opened(nics, loops, self._traffic)
@@ -46,6 +48,8 @@ class LinkEnd:
         self._message_lane: Lane | None = None
         self._message_route: Route | None = None
         self._fragment: bytes | None = None
+        self._chatty = False
+        """Messages, or acknowledgements of such, wait to be sent."""
         self._own_error: TransportError | None = None
 
     @property
@@ -130,14 +134,29 @@ class LinkEnd:
             self._routes.append(route)
         self._share_window()
         self._choose_message_route()
+        self.stirred = self._chatty = True  # what has come may have to be acknowledged
 
     def submit(self, transfer: TransferState) -> None:
+        """Queues it, and posts at once what may be."""
         self.outgoing.submit(transfer)
+        self.stirred = True  # until it is posted, whatever comes
+        moved = False
+        for lane in self.lanes:
+            if not lane.closed:
+                moved = lane.post() or moved
+        if moved and self._ringer.rings:
+            self._ringer.ring()
+        self.stirred = self._unsettled()
+
+    def cancel(self, transfer: TransferState) -> None:
+        self.outgoing.cancel(transfer)
+        self.stirred = True
 
     def send(self, message: bytes) -> None:
         if not self.closed:
             self.flow.submit(message)
             self._outbox.messages_sent += 1
+            self.stirred = self._chatty = True
 
     def pump(self, lane: Lane, entries: int = 0) -> bool:
         """Drains and posts one lane, then sends what messages wait. True if anything moved."""
@@ -149,9 +168,12 @@ class LinkEnd:
             log.exception("the link to %s loses %s", self.peer or "a peer", lane.nic.name)
             self.lose(lane, _as_transport_error(error))
             moved = True
-        moved = self._talk() or moved
-        if moved:
+        route = self._message_route
+        if self._chatty or self._traffic.fragments or (route is not None and route.path.broken is not None):
+            moved = self._talk() or moved
+        if moved and self._ringer.rings:
             self._ringer.ring()
+        self.stirred = self._unsettled()
         return moved
 
     def pump_all(self) -> bool:
@@ -168,6 +190,7 @@ class LinkEnd:
         lane.close()
         self.outgoing.abandon(lane.paths)
         self.flow.repeat()
+        self.stirred = self._chatty = True
         if self.open_lanes:
             self._share_window()
         else:
@@ -202,6 +225,15 @@ class LinkEnd:
         self._ringer.close()
         self.outgoing.abandon()
 
+    def _unsettled(self) -> bool:
+        for route in self._routes:
+            if route.path.pending:
+                return True
+        for lane in self.lanes:
+            if lane.mailbox.unposted and not lane.closed:
+                return True
+        return self._chatty
+
     def _share_window(self) -> None:
         lanes = self.open_lanes
         for lane in lanes:
@@ -225,7 +257,9 @@ class LinkEnd:
         if self._message_route.path.broken is not None:
             self._choose_message_route()
             self.flow.repeat()
-        return self._send_fragments() or moved
+        moved = self._send_fragments() or moved
+        self._chatty = self.flow.wants_to_send or self._fragment is not None
+        return moved
 
     def _take_fragments(self) -> None:
         fragments, self._traffic.fragments = self._traffic.fragments, []

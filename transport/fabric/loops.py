@@ -24,6 +24,7 @@ _REMOTE_WRITE = 1 << 13
 _WRITE_BITS = 1 << 9 | _REMOTE_WRITE
 _EAGAIN = -11
 _REFUSALS = 64
+_FEW = 4
 
 
 def post(
@@ -73,6 +74,12 @@ def post(
     return n - start, code
 
 
+def peek(read: int, cq: int, buffer: int, capacity: int) -> int:
+    """Reads the queue into its buffer: how many entries, or a negative code."""
+    code: int = call_read(read, cq, buffer, capacity)
+    return code
+
+
 def drain(
     read: int,
     cq: int,
@@ -89,6 +96,8 @@ def drain(
     events: Any,
 ) -> tuple[int, int, int, int]:
     """Takes the `count` entries that were read before, then reads on until the queue is empty or the outputs full.
+
+    A few that were read before are taken to have been all: reading an empty queue costs as much as taking them.
 
     Returns (tickets, immediates, events, code): code is -EAGAIN when empty, positive when there may be more. Events are
     completed messages, as pairs of slot (from the first message slot on) and length.
@@ -123,6 +132,9 @@ def drain(
                 events[2 * n_events + 1] = entries[_ENTRY_WORDS * i + 2]
                 n_events += 1
         if n_tickets > most or n_imms > most or n_events > most:
+            break
+        if 0 < count <= _FEW:
+            code = _EAGAIN
             break
         code = call_read(read, cq, entries_address, capacity)
     return n_tickets, n_imms, n_events, code

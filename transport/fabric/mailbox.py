@@ -31,7 +31,7 @@ class Mailbox:
         self._send = abi.SEND(calls.send_address(endpoint.ep))
         self._recv = abi.RECV(calls.recv_address(endpoint.ep))
         self._free = list(range(BUFFERS))
-        self._unposted = list(range(BUFFERS, MESSAGE_SLOTS))
+        self.unposted = list(range(BUFFERS, MESSAGE_SLOTS))
         self._paths: dict[int, Path] = {}
 
     @property
@@ -45,12 +45,12 @@ class Mailbox:
 
     def receive(self) -> int:
         """Posts the receive buffers that are not; 0, or the code of the call that ended it (-EAGAIN: try later)."""
-        while self._unposted:
-            slot = self._unposted[-1]
+        while self.unposted:
+            slot = self.unposted[-1]
             code = int(self._recv(*self._arguments(slot, FRAGMENT_BYTES, abi.FI_ADDR_UNSPEC)))
             if code:
                 return code
-            self._unposted.pop()
+            self.unposted.pop()
         return 0
 
     def send(self, fragment: bytes, dest: int, path: Path) -> int:
@@ -70,7 +70,7 @@ class Mailbox:
                 self.sent(slot)
             else:
                 fragments.append(self._memory[slot, :length].tobytes())
-                self._unposted.append(slot)
+                self.unposted.append(slot)
         return fragments
 
     def sent(self, slot: int) -> Path:
@@ -80,7 +80,7 @@ class Mailbox:
 
     def missed(self, slot: int) -> None:
         """A receive has failed: its buffer is free again."""
-        self._unposted.append(slot)
+        self.unposted.append(slot)
 
     def close(self) -> None:
         """After the endpoint. Idempotent."""

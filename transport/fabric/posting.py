@@ -27,6 +27,7 @@ _NONE = np.zeros(0, np.int64)
 @dataclass(frozen=True, slots=True)
 class Loops:
     kind: str
+    peek: Any
     post: Any
     drain: Any
     rest: Any
@@ -55,7 +56,7 @@ def _interpreted() -> Loops:
         "call_ppoll": call(ppoll_type),
         "call_trywait": call(trywait_type),
     }
-    return Loops("ctypes", *(_bound(f, calls) for f in (loops.post, loops.drain, loops.rest)))
+    return Loops("ctypes", *(_bound(f, calls) for f in (loops.peek, loops.post, loops.drain, loops.rest)))
 
 
 @cache
@@ -100,6 +101,7 @@ def _compiled() -> Loops:
     calls = {"call_write": call_write, "call_read": call_read, "call_ppoll": call_ppoll, "call_trywait": call_trywait}
     pair, triple, four = (tuples.UniTuple(i64, n) for n in (2, 3, 4))
     signatures = (
+        (loops.peek, i64(i64, i64, i64, i64)),
         (loops.post, pair(*[i64] * 9, array, i64, i64, array, *[i64] * 4, array, array, array)),
         (loops.drain, four(i64, i64, array, i64, i64, i64, i64, *[array] * 6)),
         (loops.rest, triple(numba.int64[:, ::1], i64, i64, array, *[i64] * 5, array, i64, i64, array, i64)),
@@ -166,18 +168,25 @@ class Poster:
             o.source, o.source_stride, o.source_index, _signed(o.target), o.target_stride, o.target_index,
             run.start, run.stop, run.ticket, slots.contexts, slots.owner, slots.free, slots.top,
         )  # fmt: skip
-        return int(posted), int(code)
+        return posted, code
+
+    def peek(self) -> int:
+        """Reads the queue into the buffer: how many entries, which `drain` must take next, or a negative code."""
+        code: int = self._loops.peek(self.read, self.cq, self.buffer, ENTRIES)
+        return code
 
     def drain(self, slots: Slots, count: int = 0) -> Drained:
-        """`count`: entries that `Rest` left in the buffer. The arrays are copies."""
+        """`count`: entries that `peek` or `Rest` left in the buffer. The arrays are copies."""
         tickets, imms, events, code = self._loops.drain(
             self.read, self.cq, self._entries, self.buffer, count,
             slots.contexts, slots.total, slots.owner, slots.free, slots.top, self._tickets, self._imms, self._events,
         )  # fmt: skip
-        if not (tickets or imms or events):
-            return Drained(_NONE, _NONE, _NONE, int(code))
-        pairs = self._events[: 2 * events].reshape(-1, 2).copy()
-        return Drained(self._tickets[:tickets].copy(), self._imms[:imms].copy(), pairs, int(code))
+        return Drained(
+            self._tickets[:tickets].copy() if tickets else _NONE,
+            self._imms[:imms].copy() if imms else _NONE,
+            self._events[: 2 * events].reshape(-1, 2).copy() if events else _NONE,
+            code,
+        )
 
 
 def _signed(value: int) -> int:

@@ -13,6 +13,7 @@ from functools import partial
 
 from transport.api import Memory, OnMessage
 from transport.errors import FabricError, TransportClosed, TransportError, TransportFailed
+from transport.fabric import abi
 from transport.fabric.domain import Region
 from transport.fabric.lane import Lane
 from transport.fabric.link_end import LinkEnd
@@ -26,6 +27,7 @@ from transport.outgoing import Outbox
 
 log = logging.getLogger(__name__)
 
+_NOTHING = (-abi.FI_EAGAIN, 0)
 _LINGER_S = 0.25
 """How long a link that closes waits for messages that are on their way out."""
 
@@ -237,10 +239,14 @@ class Worker:
         """One turn without waiting; True if anything moved."""
         moved = self.inbox.take()
         for end, lane in self._watched:
-            moved = self._pump(end, lane) or moved
+            if lane.closed:  # by what was done for another
+                continue
+            entries = lane.poster.peek()
+            if end.stirred or entries not in _NOTHING:
+                moved = self._pump(end, lane, entries if entries > 0 else 0) or moved
         if self._lingering:
             self._end_lingering()
-        # What a callback has asked for was queued at once, and is posted by the next turn: no rest before it.
+        # What a callback has asked for may have to wait for the next turn: no rest before it.
         moved = self._call_back() or moved
         if moved:
             self._sleep_ns = SHORTEST_NS
@@ -285,7 +291,10 @@ class Worker:
 
     def _call_back(self) -> bool:
         """True if there was something to deliver."""
-        due = bool(self.outbox.imms or self.outbox.messages or self.outbox.finished)
+        outbox = self.outbox
+        due = bool(outbox.imms or outbox.messages or outbox.finished)
+        if not due and not self._closed_now:
+            return False
         try:
             self.outbox.deliver(self._counters)
         finally:

@@ -18,8 +18,8 @@ How it maps onto `transport.api`
 - On `tcp` the receiver's own process places every byte, while it polls: nothing lands once the link is closed. Where
   the sender (cma, posix, sysv, xpmem) or a NIC places it, that is not shown, and `UcxTransport.revokes` is False.
 
-GPU memory needs a UCX with CUDA: the extra `pdserve[ucx-cuda]` brings `libucx-cu12`; open the transport with
-`tls=("tcp", "cuda_copy", "cuda_ipc")`. It has not run on a GPU yet, and neither has any RDMA transport of UCX.
+GPU memory needs a UCX with CUDA, which the extra `pdserve[ucx-cuda]` brings as `libucx-cu12`, and transports that reach
+it: `tls=("rc", "tcp", "cuda_copy", "cuda_ipc")`. None of these has run on hardware yet.
 """
 
 from __future__ import annotations

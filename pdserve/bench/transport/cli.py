@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         "also NIXL and Mooncake, from the interpreter PYTHON (default: that of `make bench`), fabtests, ucx_perftest"
     )
     add("--peers", nargs="?", const="", metavar="PYTHON", help=peers)
-    add("--fabtests", metavar="DIR", help="where fi_rma_bw is, if not on PATH")
+    add("--fabtests", metavar="DIR", help="where fi_rma_bw and ucx_perftest are, if not on PATH")
     quiet = f"wait while more than {LIMIT_CORES} cores are busy, so long in all (if not said: %(const)s s)"
     add("--wait-quiet", nargs="?", type=float, const=600.0, default=0.0, metavar="SECONDS", help=quiet)
     add("--listen", nargs="?", const=str(DEFAULT_PORT), metavar="[HOST:]PORT", help="be the other host, until Ctrl-C")

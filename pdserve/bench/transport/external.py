@@ -11,17 +11,19 @@ import os
 import shutil
 import socket
 import subprocess
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.bench.transport.child_process import SideFailed
-from pdserve.bench.transport.load import Load
+from pdserve.bench.transport.load import MOST_BLOCKS, Load
 from pdserve.bench.transport.pair import Round
 
 PATIENCE_S = 60.0
 TRIES = 20
+LEAST_BYTES = 256 << 20
 Cpus = tuple[tuple[int, ...], tuple[int, ...]]
 """Of the client (which sends) and of the server."""
 HOST = "127.0.0.1"
@@ -57,14 +59,19 @@ def perftest_rate(printed: str) -> float:
     raise ValueError(f"no figures in {printed.strip()[-200:]!r}")
 
 
+def _times(load: Load) -> int:
+    """They report a rate, so it need not be the blocks of the load; too few say more of the start than of the rate."""
+    return max(load.blocks, min(LEAST_BYTES // load.block_bytes, MOST_BLOCKS))
+
+
 def _fabtests(binary: str, provider: str, load: Load, window: int, port: int) -> list[str]:
-    sizes = ["-S", str(load.block_bytes), "-I", str(load.blocks), "-W", str(min(window, load.blocks))]
+    sizes = ["-S", str(load.block_bytes), "-I", str(_times(load)), "-W", str(window)]
     return [binary, "-p", provider, "-o", "writedata", *sizes, "-B", str(port), "-P", str(port)]
 
 
 def _perftest(binary: str, _: str, load: Load, window: int, port: int) -> list[str]:
-    warm = str(max(1, load.blocks // 10))
-    sizes = ["-s", str(load.block_bytes), "-n", str(load.blocks), "-w", warm, "-O", str(window)]
+    times = _times(load)
+    sizes = ["-s", str(load.block_bytes), "-n", str(times), "-w", str(max(1, times // 10)), "-O", str(window)]
     return [binary, "-t", "ucp_put_bw", *sizes, "-p", str(port), "-f", "-v"]
 
 
@@ -129,12 +136,21 @@ class External:
 
     def _start(self, command: list[str], cpus: tuple[int, ...]) -> subprocess.Popen[str]:
         pinned = ["taskset", "-c", ",".join(map(str, cpus)), *command] if cpus and shutil.which("taskset") else command
-        environment = {**os.environ, **dict(self._program.environment)}
-        if self._program is PERFTEST:  # it finds its own libraries beside it where it was unpacked, not installed
-            environment.setdefault("LD_LIBRARY_PATH", str(Path(self._binary).parents[1] / "lib"))
+        environment = {**os.environ, **dict(self._program.environment), **_libraries_beside(Path(self._binary))}
         return subprocess.Popen(
             pinned, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=environment
         )
+
+
+def _libraries_beside(binary: Path) -> dict[str, str]:
+    """For a program that was unpacked, not installed: its libraries lie beside it, and are nobody else's business."""
+    prefix = binary.resolve().parents[1]
+    if prefix in (Path("/"), Path("/usr"), Path("/usr/local")):
+        return {}
+    lib = prefix / "lib"
+    multiarch = lib / str(sysconfig.get_config_var("MULTIARCH"))
+    folders = [str(folder) for folder in (lib, multiarch, multiarch / "ucx") if folder.is_dir()]
+    return {"LD_LIBRARY_PATH": os.pathsep.join([*folders, os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep)}
 
 
 def _free_port() -> int:

@@ -35,10 +35,10 @@ def test_what_the_programs_print_is_read_in_their_units():
 def test_the_programs_are_told_size_number_window_and_port():
     command = FABTESTS.command("fi_rma_bw", "tcp", LOAD, 128, 7000)
     assert command[:5] == ["fi_rma_bw", "-p", "tcp", "-o", "writedata"]
-    assert [command[command.index(flag) + 1] for flag in ("-S", "-I", "-W", "-B")] == ["65536", "512", "128", "7000"]
+    assert [command[command.index(flag) + 1] for flag in ("-S", "-I", "-W", "-B")] == ["65536", "4096", "128", "7000"]
     command = PERFTEST.command("ucx_perftest", "ucx", LOAD, 128, 7000)
     assert [command[command.index(flag) + 1] for flag in ("-t", "-s", "-n", "-O")] == [
-        "ucp_put_bw", "65536", "512", "128",
+        "ucp_put_bw", "65536", "4096", "128",
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from pdserve.engine.limits import page_geometry
 from pdserve.engine.local import Collector, generate, local_engine
 from pdserve.kv.memory import KvMemory
 from pdserve.kv.pool import PagePool
-from pdserve.models.llama import LlamaModel
+from pdserve.models.decoder import Decoder
 from pdserve.models.load import load_model
 from pdserve.types import GenerationRequest, RequestId, Role, SamplingParams
 from tests.pdserve.engine.toy import eventually
@@ -33,14 +33,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     directory = tmp_path_factory.mktemp("engine") / f"tiny-llama-{request.param}"
     loaded = load_model(make_tiny_llama(directory, dtype=request.param), request.param)
     loaded_dtypes[id(loaded)] = request.param
     return loaded
 
 
-def settings_for(model: LlamaModel, **changes: object) -> EngineSettings:
+def settings_for(model: Decoder, **changes: object) -> EngineSettings:
     return ROOMY.model_copy(update={"dtype": loaded_dtypes[id(model)], **changes})
 
 
@@ -57,7 +57,7 @@ def requests_of(**sampling: object) -> list[GenerationRequest]:
 
 
 def answers_of(
-    model: LlamaModel, requests: list[GenerationRequest], **changes: object
+    model: Decoder, requests: list[GenerationRequest], **changes: object
 ) -> dict[RequestId, tuple[int, ...]]:
     with local_engine(model, settings_for(model, **changes)) as engine:
         answers = generate(engine, requests, 60.0)
@@ -68,7 +68,7 @@ def answers_of(
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 11}], ids=["greedy", "seeded"])
-def test_tokens_do_not_depend_on_company_chunks_or_pages(model: LlamaModel, sampling: dict[str, object]) -> None:
+def test_tokens_do_not_depend_on_company_chunks_or_pages(model: Decoder, sampling: dict[str, object]) -> None:
     requests = requests_of(**sampling)
     alone = answers_of(model, requests, max_batch=1)
     assert len(set(alone.values())) == len(alone) and all(len(answer) == 24 for answer in alone.values())
@@ -78,7 +78,7 @@ def test_tokens_do_not_depend_on_company_chunks_or_pages(model: LlamaModel, samp
     assert answers_of(model, requests, page_size=16, chunk_tokens=64) == alone, "in other pages"
 
 
-def test_prefill_and_decode_engines_equal_the_colocated_one(model: LlamaModel) -> None:
+def test_prefill_and_decode_engines_equal_the_colocated_one(model: Decoder) -> None:
     requests, settings = requests_of(), settings_for(model)
     colocated = answers_of(model, requests)
     done: set[RequestId] = set()
@@ -112,7 +112,7 @@ def test_prefill_and_decode_engines_equal_the_colocated_one(model: LlamaModel) -
 
 
 @pytest.mark.parametrize("model", ["fp32"], indirect=True)
-def test_greedy_tokens_equal_transformers(model: LlamaModel, checkpoint: Path) -> None:
+def test_greedy_tokens_equal_transformers(model: Decoder, checkpoint: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     theirs = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

@@ -51,6 +51,11 @@ def test_a_view_outlives_close() -> None:
     assert view.sum() == 3 * view.size
 
 
-def test_other_layouts_are_refused() -> None:
-    with pytest.raises(ValueError, match="HND"):
-        KvMemory(replace(GEOMETRY, layout=KvLayout.NHD))
+def test_blocks_are_in_the_layout_s_order_and_layers_always_heads_first() -> None:
+    g = GEOMETRY
+    with KvMemory(replace(g, layout=KvLayout.NHD)) as memory:
+        assert memory.blocks.shape[2:] == (2, g.page_size, g.kv_heads, g.head_dim)
+        memory.layer(1)[2, 1, 0, 3] = 5
+        assert (memory.blocks[1, 2, 1, 3, 0] == 5).all()
+    with KvMemory(replace(g, kv_heads=None)) as latents:
+        assert latents.layer(0).shape == (g.pages, g.page_size, g.head_dim)

@@ -144,7 +144,7 @@ def test_greedy_answers_equal_transformers() -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tests.pdserve.models.test_llama import cache_for, forward, greedy
+    from tests.pdserve.models.passes import cache_for, forward, greedy
 
     directory = embedded_model_dir()
     tokenizer = AutoTokenizer.from_pretrained(directory)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
-from transformers import LlamaForCausalLM
 
-from pdserve.attention.batch import RaggedBatch
-from pdserve.kv.memory import KvMemory
-from pdserve.models.llama import LlamaModel
 from pdserve.models.load import load_model
 from pdserve.ops.torch_ops import TorchOps
-from policies.layout import PageGeometry
+from tests.pdserve.models.passes import PAGE, cache_for, forward, greedy, prompt_of, reference_of
 from tests.pdserve.models.tiny import VOCAB, make_tiny_llama
-
-PAGE = 8
-PAGES = 64
 
 VARIANTS = {
     "grouped": {},
@@ -38,41 +27,6 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@contextmanager
-def cache_for(model: LlamaModel, dtype: str) -> Iterator[KvMemory]:
-    config = model.config
-    element_bytes = 2 if dtype == "bf16" else 4
-    geometry = PageGeometry(config.layers, config.kv_heads, config.head_dim, PAGE, element_bytes, PAGES)
-    with KvMemory(geometry) as memory:
-        memory.blocks[...] = 0x7FC0 if dtype == "bf16" else np.nan  # what nobody has written must not be read
-        yield memory
-
-
-def forward(
-    model: LlamaModel,
-    cache: KvMemory,
-    parts: Sequence[tuple[Sequence[int], int, int]],
-    logits: Sequence[int] | None = None,
-) -> NDArray[np.float32]:
-    """`parts` are (tokens, first position, first page of a run of 16); by default every row's logits."""
-    counts = [len(tokens) for tokens, _, _ in parts]
-    batch = RaggedBatch(
-        tokens=np.concatenate([np.asarray(tokens, np.int64) for tokens, _, _ in parts]),
-        row_start=np.cumsum([0, *counts]).astype(np.int64),
-        first_position=np.array([first for _, first, _ in parts], np.int64),
-        page_table=np.array([np.arange(page, page + 16)[::-1] for _, _, page in parts], np.int64),
-        logit_rows=np.arange(sum(counts)) if logits is None else np.asarray(logits, np.int64),
-    )
-    counter = np.zeros(1, np.int64)
-    result = model.forward(batch, cache, counter)
-    assert counter[0] == model.config.layers
-    return result
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "tiny-llama")
@@ -81,28 +35,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_greedy_tokens_agree_with_transformers(name: str, tmp_path: Path) -> None:
     directory = make_tiny_llama(tmp_path / "model", seed=3, **VARIANTS[name])  # type: ignore[arg-type]
-    model, reference = load_model(directory, "fp32"), LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    tokens = prompt_of(90)
-    with torch.no_grad():
-        expected = reference(torch.tensor([tokens])).logits[0].numpy()
-        continued = reference.generate(
-            torch.tensor([tokens]), max_new_tokens=16, min_new_tokens=16, do_sample=False, suppress_tokens=None
-        )[0, 90:].tolist()
+    model, tokens = load_model(directory, "fp32"), prompt_of(90)
+    expected, continued = reference_of(directory, tokens, 16)
     with cache_for(model, "fp32") as cache:
         logits = forward(model, cache, [(tokens, 0, 0)])
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
         assert greedy(model, cache, logits[-1], 90, 16) == continued
-
-
-def greedy(model: LlamaModel, cache: KvMemory, logits: NDArray[np.float32], position: int, count: int) -> list[int]:
-    """min_new_tokens of transformers forbids the end token; so does this."""
-    found: list[int] = []
-    while len(found) < count:
-        logits = logits.copy()
-        logits[list(model.config.eos_token_ids)] = -np.inf
-        found.append(int(logits.argmax()))
-        logits = forward(model, cache, [([found[-1]], position + len(found) - 1, 0)])[0]
-    return found
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -17,6 +17,7 @@ from pdserve.models.checkpoint import open_checkpoint
 from pdserve.models.load import load_model, read_config
 from pdserve.models.safetensors_file import convert, open_tensors, write_tensors
 from tests.pdserve.models.tiny import BOS, EOS, VOCAB, make_tiny_llama
+from tests.pdserve.models.tiny_families import make_tiny
 
 
 @pytest.fixture
@@ -102,10 +103,19 @@ def test_another_dtype_is_converted_once_into_the_cache_and_mapped(tiny: Path, c
     (copy,) = (cache / "models" / "converted").glob("*.safetensors")
     source = open_checkpoint(tiny).tensors["lm_head.weight"].data
     assert np.array_equal(open_tensors(copy)["lm_head.weight"].data, convert(source, "bf16"))
-    assert model._weights.head.dtype == np.uint16 and not model._weights.head.flags.owndata
+    assert model.ends.head.dtype == np.uint16 and not model.ends.head.flags.owndata
     said.clear()
     load_model(tiny, "bf16", progress=said.append)
     assert not any("converting" in line for line in said)
+
+
+def test_routers_and_biases_stay_as_they_are_stored(tmp_path: Path, cache: Path) -> None:
+    model = load_model(make_tiny("deepseek", tmp_path / "model"), "bf16")
+    weights = model._layers[1].feed_forward._weights  # type: ignore[attr-defined]
+    assert weights.router.dtype == np.float32 and weights.choice_bias.dtype == np.float32
+    assert weights.experts[0].gate.dtype == np.uint16
+    (copy,) = (cache / "models" / "converted").glob("*.safetensors")
+    assert not any(name.endswith(("mlp.gate.weight", "norm.weight", "bias")) for name in open_tensors(copy))
 
 
 def test_two_processes_may_convert_at_once(tiny: Path, cache: Path) -> None:
@@ -123,17 +133,21 @@ def test_float16_is_converted_too(tmp_path: Path, cache: Path) -> None:
     tensors = {name: entry.data.astype(np.float16) for name, entry in open_checkpoint(directory).tensors.items()}
     save_file(tensors, directory / "model.safetensors")
     model = load_model(directory, "fp32")
-    assert np.array_equal(model._weights.embedding, tensors["model.embed_tokens.weight"].astype(np.float32))
+    assert np.array_equal(model.ends.embedding, tensors["model.embed_tokens.weight"].astype(np.float32))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, r"is a Qwen3ForCausalLM, which is not supported \(supp"),
+        ({"architectures": ["MistralForCausalLM"]}, r"is a MistralForCausalLM, which is not supported \(supp"),
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias True is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope type 'yarn' is not supported \(supp"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .*fp8.* is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types other than"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, r"rope type 'linear' is not supported \(supp"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "needs 'original_max_position_embeddings'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "needs 'low_freq_factor'"),
         ({"num_hidden_layers": 3}, r"no tensor 'model.layers.2.self_attn.q_proj.weight'"),
         ({"intermediate_size": 97}, r"mlp.gate_proj.weight is \(96, 64\), config.json asks for \(97, 64\)"),

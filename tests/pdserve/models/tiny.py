@@ -1,8 +1,9 @@
-"""Tiny random Llama checkpoints: a whole stack can be served from one in milliseconds."""
+"""Tiny random checkpoints of every family: a whole stack can be served from one in milliseconds."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,25 @@ def make_tiny_llama(
     return directory
 
 
+class RandomWeights:
+    """Weights under which tokens differ: nothing vanishes, no norm is one."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def matrix(self, rows: int, columns: int) -> np.ndarray:
+        return (self._random.standard_normal((rows, columns)) * 1.5 / np.sqrt(columns)).astype(np.float32)
+
+    def norm(self, size: int) -> np.ndarray:
+        return (1 + 0.1 * self._random.standard_normal(size)).astype(np.float32)
+
+
 def _tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(seed)
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     query = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
-
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        return (random.standard_normal((rows, columns)) * 1.5 / np.sqrt(columns)).astype(np.float32)
-
-    def norm() -> np.ndarray:
-        return (1 + 0.1 * random.standard_normal(hidden)).astype(np.float32)
+    values = RandomWeights(seed)
+    matrix, norm = values.matrix, partial(values.norm, hidden)
 
     tensors = {"model.embed_tokens.weight": matrix(config["vocab_size"], hidden) * 8, "model.norm.weight": norm()}
     if not config["tie_word_embeddings"]:
