@@ -114,18 +114,16 @@ class ImmediateCounters:
             self._waiting -= not counter.fired
             return counter.received
 
-    def count(self, values: NDArray[np.int64]) -> list[Fired]:
+    def count(self, values: NDArray[np.int64] | list[int]) -> list[Fired]:
         """Counts the immediates of one drained batch; the caller calls what is returned, outside of any lock."""
-        if not len(values):
-            return []
-        if len(values) <= _FEW:
-            pairs = [(value, 1) for value in values.tolist()]
-        else:
-            distinct, counts = np.unique(values, return_counts=True)
-            pairs = list(zip(distinct.tolist(), counts.tolist(), strict=True))
         fired: list[Fired] = []
         with self._lock:
-            for value, times in pairs:
+            if len(values) <= _FEW:
+                for value in values:
+                    self._count_one(int(value), 1, fired)
+                return fired
+            distinct, counts = np.unique(values, return_counts=True)
+            for value, times in zip(distinct.tolist(), counts.tolist(), strict=True):
                 self._count_one(value, times, fired)
         return fired
 

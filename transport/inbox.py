@@ -58,11 +58,11 @@ class Inbox:
     def send(self, function: Callable[[], object]) -> None:
         """Runs `function` on the worker, soon and in order; at once if this is the worker. Raises TransportClosed."""
         if self.on_worker:
-            self._check_open()
+            self.check_open()
             function()
             return
         with self._lock:
-            self._check_open()
+            self.check_open()
             self._functions.append(function)
             if self._resting:
                 self._wake()
@@ -75,7 +75,8 @@ class Inbox:
         self.send(call)
         return call.result()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises TransportClosed."""
         if self._ended is not None:
             raise type(self._ended)(str(self._ended))
 

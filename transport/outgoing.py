@@ -21,7 +21,7 @@ class Outbox:
     """What the links of a transport have for its worker to deliver, and the counters of `Transport.stats`."""
 
     finished: deque[TransferState] = field(default_factory=deque)
-    imms: deque[NDArray[np.int64]] = field(default_factory=deque)
+    imms: deque[NDArray[np.int64] | list[int]] = field(default_factory=deque)
     messages: deque[tuple[Callable[[bytes], None], bytes]] = field(default_factory=deque)
     posted: int = 0
     completed: int = 0
@@ -133,6 +133,17 @@ class Outgoing:
             self._outbox.posted += count
         if part.at == part.stop:
             path.pending.popleft()
+
+    def posted_alone(self, path: Path, part: Part) -> None:
+        """A new transfer of one write, which was never queued, is in flight."""
+        transfer = part.transfer
+        self._transfers[transfer] = None
+        part.path, part.at, transfer.posted = path, part.stop, 1
+        self._outstanding[part.ticket] = part
+        path.in_flight += 1
+        self.in_flight += 1
+        self.posted_total += 1
+        self._outbox.posted += 1
 
     def completed(self, tickets: NDArray[np.int64]) -> None:
         """One write of each ticket has completed."""

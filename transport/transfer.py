@@ -163,6 +163,11 @@ class Path(Protocol):
 class TransferState:
     """Implements `transport.api.Transfer`. The counts are written by the worker alone."""
 
+    __slots__ = (
+        "__weakref__", "_cancel", "_waiting", "completed", "done", "error", "failed", "finished_at", "number",
+        "on_done", "order", "peer", "posted", "stopped", "total",
+    )  # fmt: skip
+
     def __init__(
         self, order: Order, on_done: OnDone | None, peer: str, cancel: Callable[[TransferState], None]
     ) -> None:
@@ -176,7 +181,6 @@ class TransferState:
         self.finished_at: float | None = None
         self.stopped = False
         self.done = False
-        """True when nothing of it is in flight or will be posted."""
         self._cancel = cancel
         self._waiting: threading.Event | None = None
         if order.region is not None:

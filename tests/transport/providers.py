@@ -72,7 +72,7 @@ OPENERS: dict[str, Callable[[], tuple[Opener, Opener]]] = {
     "loopback-2nics": lambda: _loopback(nics=2, seed=8),
     "faulty-loopback": lambda: _faulty(_BENIGN),
 }
-_SLOW = ("rxm",)
+_SLOW = ("rxm", "verbs")
 
 
 def chosen() -> list[Any]:

@@ -174,7 +174,7 @@ def test_a_receiver_polls_its_link_and_the_sender_hears_of_it(stuck):
 
 
 def test_a_lane_that_raises_is_broken_once(stuck, monkeypatch, caplog):
-    monkeypatch.setattr(stuck.link._end.lanes[0], "_post", _fault)
+    monkeypatch.setattr(stuck.link._end.lanes[0], "_run", _fault)
     assert stuck.write().wait(TIMEOUT_S) and stuck.transfer.wait(TIMEOUT_S)
     assert isinstance(stuck.transfer.error, TransportError) and "on purpose" in str(stuck.link.error)
     time.sleep(0.05)
@@ -241,9 +241,9 @@ def test_arming_while_the_worker_goes_to_rest_is_not_missed(engines, monkeypatch
     class Watched:
         wake, watch, close, sure = rest.wake, rest.watch, rest.close, False
 
-        def __call__(self, spins, sleep_ns, longest_ns, total_ns):
+        def __call__(self, spin_ns, sleep_ns, longest_ns, total_ns):
             rests.append(longest_ns)
-            return rest(spins, sleep_ns, longest_ns, total_ns)
+            return rest(spin_ns, sleep_ns, longest_ns, total_ns)
 
     def arm_first():
         if not armed.is_set():

@@ -213,8 +213,8 @@ def test_a_message_that_was_lost_with_a_nic_comes_again_unasked(sides):
 
 def test_a_damaged_fragment_breaks_its_link_only(sides, monkeypatch):
     pair = sides(2, 2)
-    monkeypatch.setattr(pair.link._end.flow, "next", lambda: b"\xff" * 100)
-    pair.link._end.flow._tell_now = True
+    monkeypatch.setattr(pair.link._end.talk.flow, "next", lambda: b"\xff" * 100)
+    pair.link._end.talk.flow._tell_now = True
     with pytest.raises(TransportError):
         eventually(lambda: pair.link.send(b""))
     eventually(lambda: pair.remote.error is not None)

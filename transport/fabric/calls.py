@@ -13,8 +13,8 @@ from transport.fabric import abi
 _LOST = frozenset({32, 100, 101, 103, 104, 107, 108, 110, 111, 112, 113, 121})
 """Error numbers that mean the peer cannot be reached: EPIPE, ENETDOWN … EHOSTUNREACH, EREMOTEIO."""
 
-_LOST_WRITE = frozenset({abi.FI_ECANCELED, 5})
-"""The same for a write that was posted: flushed with its connection; EIO (`sockets`)."""
+_LOST_WRITE = frozenset({abi.FI_ECANCELED, 2, 5})
+"""The same for a write that was posted: flushed with its connection; ENOENT and EIO (`sockets`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple, Self
 
 from transport.api import (
@@ -116,7 +115,7 @@ class FabricLink:
         if self.error is not None:
             raise LinkClosed(f"the link to {self._end.peer or 'its peer'} is broken: {self.error}")
         taken = bytes(message)
-        self._end.flow.check(taken)
+        self._end.talk.flow.check(taken)
         self._worker.inbox.send(lambda: self._end.send(taken))
 
     def quiesce(self, timeout_s: float | None = None) -> int:
@@ -141,7 +140,7 @@ class FabricLink:
             self._check(order, target)
         transfer = TransferState(order, on_done, self._end.peer, self._cancel)
         try:
-            self._worker.inbox.send(partial(self._end.submit, transfer))
+            self._worker.submit(self._end, transfer)
         except TransportClosed as error:
             transfer.stop(error)
             transfer.finish()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from transport.api import LinkAddress, Memory, OnMessage
+from transport.api import LinkAddress, Memory
 from transport.doorbell import Ringer
 from transport.errors import FabricError, LinkClosed, TransportError
 from transport.fabric.domain import Region
-from transport.fabric.lane import Lane, Route, Traffic
+from transport.fabric.lane import FEW, Lane
 from transport.fabric.posting import Loops
 from transport.fabric.regions import Nic
+from transport.fabric.talk import Talk
+from transport.fabric.traffic import Route, Traffic
 from transport.inbox import attempted
-from transport.messages import MessageFlow
 from transport.outgoing import Outbox, Outgoing
 from transport.transfer import TransferState
 
@@ -28,13 +29,12 @@ class LinkEnd:
 
     def __init__(self, nics: Sequence[Nic], loops: Loops, outbox: Outbox, stall_timeout_s: float) -> None:
         self.outgoing = Outgoing(outbox)
-        self.flow = MessageFlow()
-        self.on_message: OnMessage | None = None
         self.closed = False
         self.stirred = True
         """Something waits to be posted or sent, whether or not a queue has anything."""
         self._outbox = outbox
         self._traffic = Traffic(outbox, self.outgoing, stall_timeout_s)
+        self.talk = Talk(self._traffic)
         self.lanes = _opened(nics, loops, self._traffic)
         """Indexed as the names of the link's address are, those included that were lost."""
         self.names = tuple(lane.endpoint.name for lane in self.lanes)
@@ -45,11 +45,6 @@ class LinkEnd:
         self.doorbell = b""
         self._ringer = Ringer(b"")
         self._routes: list[Route] = []
-        self._message_lane: Lane | None = None
-        self._message_route: Route | None = None
-        self._fragment: bytes | None = None
-        self._chatty = False
-        """Messages, or acknowledgements of such, wait to be sent."""
         self._own_error: TransportError | None = None
 
     @property
@@ -82,12 +77,7 @@ class LinkEnd:
     @property
     def busy(self) -> bool:
         """Something is to be sent or under way."""
-        return self.outgoing.busy or self._talking
-
-    @property
-    def _talking(self) -> bool:
-        lane = self._message_lane
-        return lane is not None and (self.flow.wants_to_send or self._fragment is not None or lane.mailbox.sending)
+        return self.outgoing.busy or self.talk.busy
 
     def check_open(self) -> None:
         """Raises LinkClosed. What is asked of a link may come after it has ended."""
@@ -133,11 +123,17 @@ class LinkEnd:
             lane.routes.append(route)
             self._routes.append(route)
         self._share_window()
-        self._choose_message_route()
-        self.stirred = self._chatty = True  # what has come may have to be acknowledged
+        self.talk.begin([(self.lanes[route.path.pair[0]], route) for route in self._routes])
+        self.stirred = True
 
     def submit(self, transfer: TransferState) -> None:
         """Queues it, and posts at once what may be."""
+        if len(self._routes) == 1 and transfer.total == 1:
+            route = self._routes[0]
+            if self.lanes[route.path.pair[0]].post_alone(route, transfer):
+                if self._ringer.rings:
+                    self._ringer.ring()
+                return
         self.outgoing.submit(transfer)
         self.stirred = True  # until it is posted, whatever comes
         moved = False
@@ -154,12 +150,16 @@ class LinkEnd:
 
     def send(self, message: bytes) -> None:
         if not self.closed:
-            self.flow.submit(message)
-            self._outbox.messages_sent += 1
-            self.stirred = self._chatty = True
+            self.talk.send(message)
+            self.stirred = True
 
     def pump(self, lane: Lane, entries: int = 0) -> bool:
         """Drains and posts one lane, then sends what messages wait. True if anything moved."""
+        calm, lane.calm = lane.calm, False
+        if calm and 0 < entries <= FEW and not self.stirred and not lane.closed and lane.take_few(entries):
+            if self._ringer.rings:
+                self._ringer.ring()
+            return True
         if lane.closed:
             return False
         try:
@@ -168,18 +168,11 @@ class LinkEnd:
             log.exception("the link to %s loses %s", self.peer or "a peer", lane.nic.name)
             self.lose(lane, _as_transport_error(error))
             moved = True
-        route = self._message_route
-        if self._chatty or self._traffic.fragments or (route is not None and route.path.broken is not None):
-            moved = self._talk() or moved
+        if self.talk.due:
+            moved = self.talk.turn() or moved
         if moved and self._ringer.rings:
             self._ringer.ring()
         self.stirred = self._unsettled()
-        return moved
-
-    def pump_all(self) -> bool:
-        moved = False
-        for lane in self.lanes:
-            moved = self.pump(lane) or moved
         return moved
 
     def lose(self, lane: Lane, error: TransportError) -> None:
@@ -189,8 +182,8 @@ class LinkEnd:
             self.outgoing.break_path(path, error)
         lane.close()
         self.outgoing.abandon(lane.paths)
-        self.flow.repeat()
-        self.stirred = self._chatty = True
+        self.talk.repeat()
+        self.stirred = True
         if self.open_lanes:
             self._share_window()
         else:
@@ -200,12 +193,12 @@ class LinkEnd:
         """Posts nothing more. True if it is worth lingering for what is in flight (see `Profile.receiver_pulls`)."""
         healthy = self.outgoing.broken is None
         self.outgoing.break_off(LinkClosed(f"the link to {self.peer or 'its peer'} was closed"))
-        return healthy and (self._talking or (self.outgoing.in_flight > 0 and linger_s > 0))
+        return healthy and (self.talk.busy or (self.outgoing.in_flight > 0 and linger_s > 0))
 
     @property
     def drained(self) -> bool:
         """Lingering has nothing left to wait for."""
-        return not self.outgoing.in_flight and not self._talking
+        return not self.outgoing.in_flight and not self.talk.busy
 
     def fail(self, error: TransportError) -> None:
         """The link cannot be used: closes, and ends every transfer with `error`. What had completed counts."""
@@ -221,70 +214,20 @@ class LinkEnd:
         for lane in self.lanes:
             attempted(lane.close, "closing a lane of a link")
             self._own_error = self._own_error or (lane.own_error if self.outgoing.error is None else None)
-        self._fragment = None
+        self.talk.end()
         self._ringer.close()
         self.outgoing.abandon()
 
     def _unsettled(self) -> bool:
-        for route in self._routes:
-            if route.path.pending:
-                return True
         for lane in self.lanes:
-            if lane.mailbox.unposted and not lane.closed:
+            if not lane.closed and (lane.mailbox.unposted or not lane.idle):
                 return True
-        return self._chatty
+        return self.talk.chatty
 
     def _share_window(self) -> None:
         lanes = self.open_lanes
         for lane in lanes:
             lane.share = max(1, self._traffic.window // len(lanes)) if self._traffic.window else 0
-
-    def _choose_message_route(self) -> None:
-        """The first path that is left, in the order of the pairings."""
-        self._fragment = None
-        self._message_route = next((route for route in self._routes if route.path.broken is None), None)
-        route = self._message_route
-        self._message_lane = None if route is None else self.lanes[route.path.pair[0]]
-
-    def _talk(self) -> bool:
-        """Takes the fragments that have come, and sends what waits. Raises TransportError if one is damaged."""
-        moved = False
-        if self._traffic.fragments:
-            moved = True
-            self._take_fragments()
-        if self._message_route is None:
-            return moved
-        if self._message_route.path.broken is not None:
-            self._choose_message_route()
-            self.flow.repeat()
-        moved = self._send_fragments() or moved
-        self._chatty = self.flow.wants_to_send or self._fragment is not None
-        return moved
-
-    def _take_fragments(self) -> None:
-        fragments, self._traffic.fragments = self._traffic.fragments, []
-        for fragment in fragments:
-            try:
-                messages = self.flow.arrived(fragment)
-            except ValueError as error:
-                raise TransportError(f"the link to {self.peer or 'its peer'} is broken: {error}") from error
-            self._outbox.messages_received += len(messages)
-            if self.on_message is not None:
-                self._outbox.messages.extend((self.on_message, message) for message in messages)
-
-    def _send_fragments(self) -> bool:
-        moved = False
-        route, lane = self._message_route, self._message_lane
-        if route is None or lane is None:
-            return moved
-        while not lane.mailbox.full:
-            if self._fragment is None:
-                self._fragment = self.flow.next()
-            if self._fragment is None or not lane.send(route, self._fragment):
-                break
-            self._fragment = None
-            moved = True
-        return moved
 
 
 def _opened(nics: Sequence[Nic], loops: Loops, traffic: Traffic) -> list[Lane]:

@@ -17,6 +17,7 @@ call_write: Any = None
 call_read: Any = None
 call_ppoll: Any = None
 call_trywait: Any = None
+call_clock: Any = None
 
 _CONTEXT_BYTES = 64
 _ENTRY_WORDS = 5
@@ -24,7 +25,7 @@ _REMOTE_WRITE = 1 << 13
 _WRITE_BITS = 1 << 9 | _REMOTE_WRITE
 _EAGAIN = -11
 _REFUSALS = 64
-_FEW = 4
+_MONOTONIC = 1
 
 
 def post(
@@ -97,8 +98,6 @@ def drain(
 ) -> tuple[int, int, int, int]:
     """Takes the `count` entries that were read before, then reads on until the queue is empty or the outputs full.
 
-    A few that were read before are taken to have been all: reading an empty queue costs as much as taking them.
-
     Returns (tickets, immediates, events, code): code is -EAGAIN when empty, positive when there may be more. Events are
     completed messages, as pairs of slot (from the first message slot on) and length.
     """
@@ -133,9 +132,6 @@ def drain(
                 n_events += 1
         if n_tickets > most or n_imms > most or n_events > most:
             break
-        if 0 < count <= _FEW:
-            code = _EAGAIN
-            break
         code = call_read(read, cq, entries_address, capacity)
     return n_tickets, n_imms, n_events, code
 
@@ -145,10 +141,11 @@ def rest(
     queues_address: int,
     capacity: int,
     woken: Any,
-    spins: int,
+    spin_ns: int,
     sleep_ns: int,
     longest_ns: int,
     total_ns: int,
+    clock: int,
     ppoll: int,
     polls: Any,
     polls_address: int,
@@ -156,7 +153,7 @@ def rest(
     timespec: Any,
     timespec_address: int,
 ) -> tuple[int, int, int]:
-    """Polls all queues, `spins` times at once and then between sleeps that double up to `longest_ns`.
+    """Polls all queues, for `spin_ns` without a break and then between sleeps that double up to `longest_ns`.
 
     `queues` is `(queues, 5)`: read, cq, buffer, fabric and trywait of each (0: it cannot be waited for). `polls` are
     what ppoll takes: `fixed` descriptors, of which any ends the rest, and one per queue, or -1. With `sleep_ns` 0 it
@@ -165,6 +162,7 @@ def rest(
     """
     slept = 0
     refused = 0
+    spun_until = 0
     while True:
         for i in range(queues.shape[0]):
             code = call_read(queues[i, 0], queues[i, 1], queues[i, 2], capacity)
@@ -172,9 +170,14 @@ def rest(
                 return i, code, sleep_ns
         if woken[0] != 0:
             return -2, 0, sleep_ns
-        if spins > 0:
-            spins -= 1
-            continue
+        if spin_ns > 0:
+            call_clock(clock, _MONOTONIC, timespec_address)
+            now = timespec[0] * 1000000000 + timespec[1]
+            if spun_until == 0:
+                spun_until = now + spin_ns
+            if now < spun_until:
+                continue
+            spin_ns = 0
         if slept >= total_ns or sleep_ns == 0:
             return -1, 0, sleep_ns
         pause = sleep_ns
@@ -191,6 +194,5 @@ def rest(
             for i in range(fixed):
                 if polls[i] >> 48 != 0:
                     return -2, 0, sleep_ns
-            spins = 1  # a queue that says so is read twice before the next sleep
         slept += max(pause, 1000)
         sleep_ns = min(2 * sleep_ns, longest_ns)

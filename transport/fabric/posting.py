@@ -55,6 +55,7 @@ def _interpreted() -> Loops:
         "call_read": call(read_type),
         "call_ppoll": call(ppoll_type),
         "call_trywait": call(trywait_type),
+        "call_clock": call(c.CFUNCTYPE(c.c_int, c.c_int, c.c_void_p)),
     }
     return Loops("ctypes", *(_bound(f, calls) for f in (loops.peek, loops.post, loops.drain, loops.rest)))
 
@@ -81,6 +82,7 @@ def _compiled() -> Loops:
         return lambda *_: (types.int64(*[types.int64] * (arity + 1)), generate)
 
     write, read, ppoll, trywait = foreign(9, 64), foreign(3, 64), foreign(4, 32), foreign(3, 32)
+    clock = foreign(2, 32)
 
     @intrinsic  # type: ignore[untyped-decorator]
     def call_write(typing: Any, f: Any, a: Any, b: Any, d: Any, e: Any, g: Any, h: Any, i: Any, j: Any, k: Any) -> Any:
@@ -98,13 +100,23 @@ def _compiled() -> Loops:
     def call_trywait(typing: Any, f: Any, a: Any, b: Any, d: Any) -> Any:
         return trywait()
 
-    calls = {"call_write": call_write, "call_read": call_read, "call_ppoll": call_ppoll, "call_trywait": call_trywait}
+    @intrinsic  # type: ignore[untyped-decorator]
+    def call_clock(typing: Any, f: Any, a: Any, b: Any) -> Any:
+        return clock()
+
+    calls = {
+        "call_write": call_write,
+        "call_read": call_read,
+        "call_ppoll": call_ppoll,
+        "call_trywait": call_trywait,
+        "call_clock": call_clock,
+    }
     pair, triple, four = (tuples.UniTuple(i64, n) for n in (2, 3, 4))
     signatures = (
         (loops.peek, i64(i64, i64, i64, i64)),
         (loops.post, pair(*[i64] * 9, array, i64, i64, array, *[i64] * 4, array, array, array)),
         (loops.drain, four(i64, i64, array, i64, i64, i64, i64, *[array] * 6)),
-        (loops.rest, triple(numba.int64[:, ::1], i64, i64, array, *[i64] * 5, array, i64, i64, array, i64)),
+        (loops.rest, triple(numba.int64[:, ::1], i64, i64, array, *[i64] * 6, array, i64, i64, array, i64)),
     )
     return Loops("numba", *(numba.njit(s, nogil=True, cache=True)(_bound(f, calls)) for f, s in signatures))
 
@@ -156,6 +168,8 @@ class Poster:
         self.fabric, self.trywait = endpoint.fabric, endpoint.trywait
         self._entries = np.zeros(ENTRIES * abi.CQ_ENTRY_WORDS, np.int64)
         self.buffer = int(self._entries.ctypes.data)
+        self.words = self._entries.data
+        """What was read, for who takes a few entries by himself: `abi.CQ_ENTRY_WORDS` words each."""
         self._tickets = np.zeros(_OUTPUTS, np.int64)
         self._imms = np.zeros(_OUTPUTS, np.int64)
         self._events = np.zeros(2 * _OUTPUTS, np.int64)

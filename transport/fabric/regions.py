@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from transport.descriptors import Memory, RegionDescriptor
+from transport.errors import FabricError
 from transport.fabric.domain import Domain, Region
 from transport.transfer import TransferState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -42,3 +46,27 @@ class FabricExposure:
     """Implements `transport.api.ExposedRegion`."""
 
     descriptor: RegionDescriptor
+
+
+def register_source(nics: list[Nic], memory: Memory) -> FabricSource:
+    """Registers it with every NIC that can. Raises FabricError if none can, ProviderUnavailable (no such memory)."""
+    regions: list[Region | None] = []
+    failure: FabricError | None = None
+    for nic in nics:
+        try:
+            regions.append(nic.domain.register_source(memory))
+        except FabricError as error:
+            regions.append(None)
+            failure = error
+    if failure is not None:
+        if not any(regions):
+            raise failure
+        log.warning("a source is not read through every NIC: %s", failure)
+    return FabricSource(memory, regions)
+
+
+def release_source(nics: list[Nic], source: FabricSource) -> None:
+    """Idempotent."""
+    for nic, region in zip(nics, source.regions, strict=True):
+        if region is not None:
+            nic.domain.release(region)

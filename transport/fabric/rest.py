@@ -16,6 +16,7 @@ _POLLIN = 1
 _FIXED = 2
 """Descriptors that are always waited for: the event, and the doorbell or nothing."""
 _LIBC = c.CDLL(None)
+_CLOCK = abi.address_of(_LIBC.clock_gettime)
 _PPOLL = abi.address_of(_LIBC.ppoll)
 _PR_SET_TIMERSLACK = 29
 
@@ -41,11 +42,11 @@ class Rest:
         self.sure = all(poster.wait_fd >= 0 for poster in posters)
         """Whatever comes wakes it: it need not look from time to time."""
 
-    def __call__(self, spins: int, sleep_ns: int, longest_ns: int, total_ns: int) -> tuple[int, int, int]:
+    def __call__(self, spin_ns: int, sleep_ns: int, longest_ns: int, total_ns: int) -> tuple[int, int, int]:
         """See `loops.rest`."""
         queue, code, sleep_ns = self._loops.rest(
-            self._queues, self._queues.ctypes.data, ENTRIES, self._woken, spins, sleep_ns, longest_ns, total_ns,
-            _PPOLL, self._polls, self._polls.ctypes.data, _FIXED, self._timespec, self._timespec.ctypes.data,
+            self._queues, self._queues.ctypes.data, ENTRIES, self._woken, spin_ns, sleep_ns, longest_ns, total_ns,
+            _CLOCK, _PPOLL, self._polls, self._polls.ctypes.data, _FIXED, self._timespec, self._timespec.ctypes.data,
         )  # fmt: skip
         if queue == -2:
             self._answer()

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from transport.api import Memory, OnMessage
-from transport.errors import FabricError, TransportClosed, TransportError, TransportFailed
+from transport.errors import TransportClosed, TransportError, TransportFailed
 from transport.fabric import abi
-from transport.fabric.domain import Region
 from transport.fabric.lane import Lane
 from transport.fabric.link_end import LinkEnd
 from transport.fabric.pace import ALONE, SHORTEST_NS, SPIN, Pause, pause
+from transport.fabric.parking import Parking
 from transport.fabric.posting import Loops
-from transport.fabric.regions import FabricSource, Nic
+from transport.fabric.regions import FabricSource, Nic, register_source, release_source
 from transport.fabric.rest import Rest, precise_sleep
 from transport.imm import ImmediateCounters
 from transport.inbox import Inbox, attempted
 from transport.outgoing import Outbox
+from transport.transfer import TransferState
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Worker:
         self._stopping = False
         self._fault: BaseException | None = None
         self._sleep_ns = SHORTEST_NS
-        self._polling = threading.Lock()
+        self._parking = Parking(self.inbox)
         self._thread = threading.Thread(target=self._run, name=f"transport-{self._profile.name}", daemon=True)
         self._thread.start()
 
@@ -80,11 +81,11 @@ class Worker:
 
     def register(self, memory: Memory) -> FabricSource:
         """Raises FabricError if no NIC can register it."""
-        source: FabricSource = self.inbox.call(lambda: self._register(memory))
+        source: FabricSource = self.inbox.call(lambda: register_source(self._nics, memory))
         return source
 
     def release(self, source: FabricSource) -> None:
-        self.inbox.call(lambda: self._release(source))
+        self.inbox.call(lambda: release_source(self._nics, source))
 
     def open_end(self, on_message: OnMessage | None) -> LinkEnd:
         end: LinkEnd = self.inbox.call(lambda: self._open_end(on_message))
@@ -92,8 +93,17 @@ class Worker:
 
     def expose(self, end: LinkEnd, memory: Memory) -> tuple[int, tuple[bytes, ...]]:
         """(base, keys)."""
-        found: tuple[int, tuple[bytes, ...]] = self.inbox.call(lambda: end.expose(memory))
+        found: tuple[int, tuple[bytes, ...]] = self.inbox.call(lambda: self._expose(end, memory))
         return found
+
+    def submit(self, end: LinkEnd, transfer: TransferState) -> None:
+        """On the worker, or from any thread. Raises TransportClosed."""
+        inbox = self.inbox
+        if inbox.on_worker:
+            inbox.check_open()
+            self._submit(end, transfer)
+        else:
+            inbox.send(partial(self._submit, end, transfer))
 
     def close_end(self, end: LinkEnd) -> None:
         """Returns when the link is closed and its callbacks have been called. Idempotent."""
@@ -110,27 +120,8 @@ class Worker:
     @contextmanager
     def polling(self) -> Iterator[Callable[[], None]]:
         """The calling thread is the worker while this lasts; see `TransferEngine.polling`."""
-        if self.inbox.on_worker:
-            raise TransportError("the callbacks of a transport cannot poll it")
-        if not self._polling.acquire(blocking=False):
-            raise TransportError("another thread polls this transport already")
-        parked, resume = threading.Event(), threading.Event()
-
-        def park() -> None:
-            parked.set()
-            resume.wait()
-
-        try:
-            self.inbox.send(park)
-            parked.wait()
-            self.inbox.attach()
-            try:
-                yield self._poll
-            finally:
-                self.inbox.attach(self._thread)
-                resume.set()
-        finally:
-            self._polling.release()
+        with self._parking.stand_in(self._thread):
+            yield self._poll
 
     def stop(self) -> None:
         """Closes all links, joins the thread, closes the domains. Raises TransportError when called from a callback."""
@@ -143,36 +134,32 @@ class Worker:
     def _stop(self) -> None:
         self._stopping = True
 
-    def _register(self, memory: Memory) -> FabricSource:
-        regions: list[Region | None] = []
-        failure: FabricError | None = None
-        for nic in self._nics:
-            try:
-                regions.append(nic.domain.register_source(memory))
-            except FabricError as error:
-                regions.append(None)
-                failure = error
-        if failure is not None:
-            if not any(regions):
-                raise failure
-            log.warning("a source is not read through every NIC: %s", failure)
-        return FabricSource(memory, regions)
-
-    def _release(self, source: FabricSource) -> None:
-        for nic, region in zip(self._nics, source.regions, strict=True):
-            if region is not None:
-                nic.domain.release(region)
-
     def _open_end(self, on_message: OnMessage | None) -> LinkEnd:
         if self._stopping:
             raise TransportClosed("the transport is closing")
         end = LinkEnd(self._nics, self._loops, self.outbox, self._stall_timeout_s)
-        end.on_message = on_message
+        end.talk.on_message = on_message
         if not self._spin and not end.wakes:
             end.doorbell = self._rest.doorbell()
         self._ends.append(end)
         self._watch()
         return end
+
+    def _expose(self, end: LinkEnd, memory: Memory) -> tuple[int, tuple[bytes, ...]]:
+        try:
+            return end.expose(memory)
+        finally:
+            self._watch()  # a NIC that cannot register it is lost
+
+    def _submit(self, end: LinkEnd, transfer: TransferState) -> None:
+        try:
+            end.submit(transfer)
+        except Exception as error:
+            failure = self._break(end, error)
+            if not transfer.done:  # it had not even been queued
+                transfer.stop(failure)
+                transfer.finish()
+                self.outbox.finished.append(transfer)
 
     def _begin_close(self, end: LinkEnd, closed: threading.Event) -> None:
         lingers = False
@@ -242,8 +229,13 @@ class Worker:
             if lane.closed:  # by what was done for another
                 continue
             entries = lane.poster.peek()
-            if end.stirred or entries not in _NOTHING:
-                moved = self._pump(end, lane, entries if entries > 0 else 0) or moved
+            if entries in _NOTHING:
+                lane.calm = True
+                if not end.stirred:
+                    continue
+            elif self._parking.taken:
+                lane.calm = True
+            moved = self._pump(end, lane, entries if entries > 0 else 0) or moved
         if self._lingering:
             self._end_lingering()
         # What a callback has asked for may have to wait for the next turn: no rest before it.
@@ -256,13 +248,17 @@ class Worker:
         try:
             moved = end.pump(lane, entries)
         except Exception as error:
-            log.exception("the link to %s failed and is closed", end.peer or "a peer")
-            failure = error if isinstance(error, TransportError) else TransportError(f"the link failed: {error!r}")
-            self._end(end, failure)
+            self._break(end, error)
             return True
         if lane.closed:
             self._watch()
         return moved
+
+    def _break(self, end: LinkEnd, error: Exception) -> TransportError:
+        log.exception("the link to %s failed and is closed", end.peer or "a peer")
+        failure = error if isinstance(error, TransportError) else TransportError(f"the link failed: {error!r}")
+        self._end(end, failure)
+        return failure
 
     def _pump_all(self, end: LinkEnd) -> None:
         for lane in end.open_lanes:
@@ -285,7 +281,9 @@ class Worker:
         if self._spin:
             return SPIN
         closing = bool(self._lingering)
-        busy = closing or self._counters.waiting > 0 or any(end.busy for end in self._ends)
+        # Within one host, whoever writes to what is armed rings.
+        armed = self._counters.waiting > 0 and self._profile.reach != "host"
+        busy = closing or armed or any(end.busy for end in self._ends)
         blocked = any(end.blocked for end in self._ends)
         return pause(self._sleep_ns, blocked=blocked, sure=self._rest.sure and not closing, busy=busy)
 
