@@ -174,7 +174,9 @@ def test_closing_a_link_while_its_peer_writes_on(make_pair):
     link.close()
     assert cut.transfer.done and (cut.transfer.error is not None or cut.transfer.completed == cut.transfer.total)
     spared.stop()
-    assert pair.link.quiesce(TIMEOUT_S) >= spared.posted > 0 and (cut_bytes == 0xAB).all()
+    posted = pair.link.quiesce(TIMEOUT_S)
+    eventually(lambda: spared.posted > 0)  # its callback may still be due
+    assert posted >= spared.posted and (cut_bytes == 0xAB).all()
 
 
 def test_a_write_under_a_revoked_key_lands_nowhere(make_pair, full):
@@ -214,7 +216,9 @@ def test_peers_appear_and_vanish_while_others_write(make_pair, full):
     assert stream.going
     eventually(lambda: pair.sender.stats()["links_open"] == pair.receiver.stats()["links_open"] == 1)
     stream.stop()
-    assert pair.link.quiesce(TIMEOUT_S) >= stream.posted > 0
+    posted = pair.link.quiesce(TIMEOUT_S)
+    eventually(lambda: stream.posted > 0)  # its callback may still be due
+    assert posted >= stream.posted
 
 
 def test_the_address_of_a_peer_that_has_gone(pair):

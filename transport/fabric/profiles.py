@@ -76,7 +76,7 @@ PROFILES: dict[str, Profile] = {
                 api_version=(1, 18), other_fabrics=("efa-direct",)),
         Profile("verbs;ofi_rxm", reports_death=True, revokes=True, reach="rdma", wait="fd", spins=True),
         Profile("tcp", reports_death=True, revokes=True, wait="fd"),
-        Profile("tcp;ofi_rxm", reports_death=True, revokes=True, wait="none"),
+        Profile("tcp;ofi_rxm", reports_death=True, revokes=True, wait="fd"),
         Profile("sockets", reports_death=True, revokes=True, wait="fd"),
         Profile("shm", reports_death=False, revokes=True, receiver_pulls=True, linger_s=0.25, within_process=False,
                 reach="host"),
