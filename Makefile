@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+RDMA_TESTS ?= tests/transport/test_conformance.py tests/transport/test_conformance_messages.py tests/transport/test_conformance_links.py
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full lint format bench
+.PHONY: help setup demo serve test test-full test-rdma lint format bench
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +30,9 @@ test: $(READY)  ## the tests that fit ten minutes on two cores
 
 test-full: $(READY)  ## all tests, slow ones too
 	@$(BIN)/python -m pytest -m ""
+
+test-rdma: $(READY)  ## conformance over verbs, on Soft-RoCE in a virtual machine (Debian, root: installs qemu)
+	@$(BIN)/python tests/rdma_vm/guest.py --env PDSERVE_TEST_TRANSPORTS=verbs $(VENV)/bin/python -m pytest -m "" -q -p no:cacheprovider $(RDMA_TESTS)
 
 lint: $(READY)  ## ruff, mypy, import layers, file lengths
 	$(BIN)/ruff check .

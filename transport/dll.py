@@ -35,6 +35,12 @@ _SETTINGS = {
     # Peers per endpoint. Ours have one, or as many as the peer has NICs; the default of 256 makes ofi_rxm ask for
     # completion queues that soft RoCE cannot have.
     "FI_UNIVERSE_SIZE": "16",
+    # verbs and efa keep registrations in a cache: then one region has one key for all peers, and closing it does not
+    # revoke the key. `Domain` refuses a provider whose cache is on all the same.
+    "FI_MR_CACHE_MAX_COUNT": "0",
+    # The longest two-sided message that ofi_rxm copies at once, ours being shorter. Its default of 16 KiB pins 34 MiB
+    # for every connected endpoint.
+    "FI_OFI_RXM_BUFFER_SIZE": "4096",
     # Within a host, EFA would hand writes to shm, which reports no death and lets the receiver pull.
     "FI_EFA_ENABLE_SHM_TRANSFER": "0",
 }

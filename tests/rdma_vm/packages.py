@@ -54,7 +54,7 @@ class Kernel:
 
 
 def install_packages() -> None:
-    """Installs what is missing of PACKAGES. Raises GuestError where that takes rights or an archive that are not here."""
+    """Installs what is missing of PACKAGES. Raises GuestError where rights or an archive are lacking."""
     if platform.machine() != "x86_64" or shutil.which("apt-get") is None:
         raise GuestError("the guest needs Debian or a relative of it on x86-64, with apt-get")
     missing = [package for package in PACKAGES if not _is_installed(package)]

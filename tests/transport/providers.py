@@ -64,7 +64,7 @@ OPENERS: dict[str, Callable[[], tuple[Opener, Opener]]] = {
     "shm-ctypes": lambda: _apart("shm", calls="ctypes"),
     "sockets": lambda: _alone("sockets"),
     "rxm": lambda: _alone("tcp;ofi_rxm"),
-    "verbs": lambda: _alone("verbs;ofi_rxm"),
+    "verbs": lambda: _alone("verbs;ofi_rxm", spin=False),
     "ucx": lambda: _alone("ucx"),
     "ucx-ctypes": lambda: _alone("ucx", calls="ctypes"),
     "loopback": lambda: _loopback(),

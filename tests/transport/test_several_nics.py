@@ -1,4 +1,4 @@
-"""A link over several NICs: real tcp, with addresses of the loopback interface as NICs."""
+"""A link over several NICs: real tcp, with addresses of the loopback interface as NICs; verbs where there are NICs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from transport.api import PagedWrite, SingleWrite, make_imm
 from transport.errors import FabricError, TransportError
 from transport.fabric import abi
 from transport.fabric.endpoint import Endpoint
+from transport.topology import read_topology
 
 TIMEOUT_S = 20.0
 IMM = make_imm(5, 1)
 EINVAL = 22
 ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+VERBS = "verbs;ofi_rxm"
 _READ = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Sides:
     """A sender and a receiver of `here` and `there` NICs, connected both ways."""
 
-    def __init__(self, open_engine, here, there, blocks=120, block_bytes=4096, window=32):
-        self.sender = open_engine("tcp", nics=ADDRESSES[:here])()
-        self.receiver = open_engine("tcp", nics=ADDRESSES[:there])()
+    def __init__(self, opened, here, there, blocks=120, block_bytes=4096, window=32):
+        self.sender, self.receiver = opened(here), opened(there)
         self.blocks, self.block_bytes = blocks, block_bytes
         rng = np.random.default_rng(0)
         self.source_bytes = rng.integers(1, 255, (blocks, block_bytes), dtype=np.uint8)
@@ -62,12 +63,19 @@ class Sides:
         self.receiver.close()
 
 
-@pytest.fixture
-def sides(open_engine):
+@pytest.fixture(params=["tcp", pytest.param(VERBS, marks=pytest.mark.slow)])
+def sides(request, open_engine):
     made = []
+    names = ADDRESSES if request.param == "tcp" else tuple(nic.name for nic in read_topology().nics)
+    options = {} if request.param == "tcp" else {"spin": False}
+
+    def opened(count):
+        if count > len(names):
+            pytest.skip(f"{request.param} has {len(names)} NICs here, this test needs {count}")
+        return open_engine(request.param, nics=tuple(names[:count]), **options)()
 
     def make(*args, **kwargs):
-        made.append(Sides(open_engine, *args, **kwargs))
+        made.append(Sides(opened, *args, **kwargs))
         return made[-1]
 
     yield make
@@ -76,8 +84,12 @@ def sides(open_engine):
 
 
 def break_queue(engine, lane):
-    """From now on the lane's completion queue cannot be read: what a NIC that dies looks like. Keep what it returns."""
-    read = _READ(lambda *_: -EINVAL)
+    """From now on the lane's completion queue cannot be read: what a NIC that dies looks like. Keep what it returns.
+
+    Over verbs it can again once the lane closes: libfabric crashes in the close of an endpoint with unread completions.
+    """
+    real = _READ(lane.poster.read)
+    read = _READ(lambda *call: real(*call) if lane.closed and engine.provider == VERBS else -EINVAL)
 
     def replace():
         lane.poster.read = ctypes.cast(read, ctypes.c_void_p).value
@@ -96,7 +108,7 @@ def test_every_nic_carries_its_share_and_every_byte_arrives(here, there, sides):
         assert pair.paged().wait(TIMEOUT_S)
     assert full.wait(TIMEOUT_S) and (pair.target_bytes == pair.source_bytes).all()
     shares = pair.sender.nic_stats()
-    assert set(shares) == set(ADDRESSES[:here]) and sum(shares.values()) == 6 * pair.blocks == pair.link.posted
+    assert len(shares) == here and sum(shares.values()) == 6 * pair.blocks == pair.link.posted
     assert max(shares.values()) - min(shares.values()) <= pair.blocks
     assert pair.link.error is None and pair.link.lost_paths == ()
 

@@ -14,7 +14,10 @@ from transport.fabric.leftovers import remove_leftovers
 
 TIMEOUT_S = 20.0
 BLOCK, BLOCKS = 16384, 64
-PROVIDERS = ["tcp", "ucx", "shm", "sockets", pytest.param("tcp;ofi_rxm", marks=pytest.mark.slow)]
+PROVIDERS = [
+    "tcp", "ucx", "shm", "sockets",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp;ofi_rxm", "verbs;ofi_rxm")),
+]  # fmt: skip
 
 
 def _eventually(condition, timeout_s=TIMEOUT_S):

@@ -6,9 +6,11 @@ import ctypes as c
 import logging
 from typing import Any
 
+import numpy as np
+
 from transport.descriptors import Memory
 from transport.dll import FabricLibrary
-from transport.errors import FabricError
+from transport.errors import FabricError, ProviderUnavailable, TransportError
 from transport.fabric import abi, calls
 from transport.fabric.info import Offer
 from transport.fabric.profiles import Profile
@@ -56,10 +58,11 @@ class Domain:
                 "fi_fabric", lambda out: library.lib.fi_fabric(offer.contents.fabric_attr, c.byref(out), None)
             )
             self.handle = self.opened("fi_domain", lambda out: calls.open_domain(self.fabric, self.info, out))
-        except FabricError:
+            self._registrar = Registrar(self)
+            self._refuse_cached_keys()
+        except TransportError:
             self.close()
             raise
-        self._registrar = Registrar(self)
 
     @property
     def nic(self) -> str:
@@ -84,8 +87,9 @@ class Domain:
         return self._local(memory, abi.FI_WRITE)
 
     def register_buffers(self, memory: Memory) -> Region:
-        """A region that messages are sent from and received in; registered only where the provider asks for it."""
-        return self._local(memory, abi.FI_SEND | abi.FI_RECV)
+        """A region that messages are sent from and received in, and that writes without a payload name as their source;
+        registered only where the provider asks for it."""
+        return self._local(memory, abi.FI_SEND | abi.FI_RECV | abi.FI_WRITE)
 
     def expose(self, memory: Memory) -> Region:
         """A region that a peer may write to, under a key that nobody can guess or that the NIC drew.
@@ -135,6 +139,22 @@ class Domain:
         """The error for `code`, with provider and NIC; see `calls.fabric_error`."""
         where = calls.Place(self.profile.name, self.nic, peer)
         return calls.fabric_error(self.library, call, code, where, posted)
+
+    def _refuse_cached_keys(self) -> None:
+        """A cache of registrations gives all peers one key, which outlives the region: nothing could be revoked."""
+        if not self.mr_mode & abi.FI_MR_PROV_KEY:
+            return
+        page = np.zeros(4096, np.uint8)
+        memory = Memory(int(page.ctypes.data), page.nbytes)
+        first, second = self.expose(memory), self.expose(memory)
+        same = first.key == second.key
+        for region in (first, second):
+            self.release(region)
+        if same:
+            raise ProviderUnavailable(
+                f"{self.profile.name} on {self.nic} keeps a cache of registrations, so that a peer's access could not "
+                "be revoked: set FI_MR_CACHE_MAX_COUNT=0 before the process starts (another user of libfabric was first)"
+            )
 
     def _local(self, memory: Memory, access: int) -> Region:
         if not self.local_registration and memory.device.kind == "host":

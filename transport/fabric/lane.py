@@ -32,6 +32,9 @@ _ETIMEDOUT = 110
 FEW = 2
 """Up to so many completions are taken one by one."""
 _WRITE_BITS = abi.FI_WRITE | abi.FI_REMOTE_WRITE
+_CALM_READS = 8
+"""How often in a row the queue of a link that closes must be found empty."""
+_CALMING_S = 0.25
 _MOST_PHANTOMS = 1000
 """How many times in a row a queue may announce an error that it then does not hand out."""
 
@@ -98,8 +101,9 @@ class Lane:
         attempted(self._drain_last, "the last reading of a link's queue")
         for region in self._regions:
             self._revoke(partial(self._domain.release, region))
-        self._revoke(self.endpoint.close_ep)
         # From the first region's close on an immediate may come without its payload: it must not be counted.
+        attempted(self._drain_until_calm, "the emptying of a revoked link's queue")
+        self._revoke(self.endpoint.close_ep)
         attempted(partial(self._drain_last, count_imms=False), "the emptying of a closed link's queue")
         attempted(self.endpoint.close, "closing a link's queue")
         attempted(self.mailbox.close, "releasing a link's buffers")
@@ -172,7 +176,9 @@ class Lane:
 
     def _run(self, part: Part, route: Route, most: int) -> Run | None:
         """None, and the path broken, if this NIC does not know the source."""
-        order, desc = part.transfer.order, 0
+        order = part.transfer.order
+        # An immediate has no payload, but providers that want local descriptors look at this one all the same.
+        source, desc = self.mailbox.address, self.mailbox.desc
         if order.region is not None:
             assert isinstance(order.region, FabricSource)
             region = order.region.regions[self.nic.index]
@@ -180,10 +186,10 @@ class Lane:
                 error = TransportError(f"{self.nic.name} could not register the source of {part.transfer}")
                 self._traffic.outgoing.break_path(route.path, error)
                 return None
-            desc = region.desc
+            source, desc = order.source, region.desc
         key = int.from_bytes(order.keys[route.path.pair[1]], "little")
         stop = min(part.stop, part.at + most)
-        return Run(order, part.at, stop, part.block_bytes, part.ticket, desc, route.dest, key)
+        return Run(order, part.at, stop, part.block_bytes, part.ticket, source, desc, route.dest, key)
 
     def _note_stall(self, route: Route, alone: bool) -> None:
         """A provider that answers EAGAIN with nothing in flight is connecting, or never will be connected."""
@@ -208,6 +214,14 @@ class Lane:
     def _drain_last(self, count_imms: bool = True) -> None:
         with suppress(FabricError):  # a queue that cannot be read has nothing more to give
             self._drain(count_imms=count_imms)
+
+    def _drain_until_calm(self) -> None:
+        """Reads until nothing comes any more: `verbs;ofi_rxm` (libfabric 2.5) crashes in the close of an endpoint whose
+        queue has not been read. With the regions closed, no write with a payload can succeed after this."""
+        calm, until = 0, time.monotonic() + _CALMING_S
+        with suppress(FabricError):
+            while calm < _CALM_READS and time.monotonic() < until:
+                calm = 0 if self._drain(count_imms=False) else calm + 1
 
     def _drain(self, entries: int = 0, count_imms: bool = True) -> bool:
         moved = False

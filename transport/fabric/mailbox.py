@@ -35,6 +35,15 @@ class Mailbox:
         self._paths: dict[int, Path] = {}
 
     @property
+    def address(self) -> int:
+        """Where the buffers start; `desc` is their local descriptor."""
+        return int(self._memory.ctypes.data)
+
+    @property
+    def desc(self) -> int:
+        return self._region.desc
+
+    @property
     def full(self) -> bool:
         """All send buffers are under way."""
         return not self._free

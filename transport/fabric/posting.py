@@ -136,7 +136,8 @@ def bind_loops(calls: Calls = "auto") -> Loops:
 class Run(NamedTuple):
     """What one call posts: writes `start:stop` of an order, each `block_bytes` long, to one destination.
 
-    `desc` is the local descriptor of their source, `dest` and `key` are the peer's.
+    `source` is the address that their offsets count from and `desc` its local descriptor; `dest` and `key` are the
+    peer's.
     """
 
     order: Order
@@ -144,6 +145,7 @@ class Run(NamedTuple):
     stop: int
     block_bytes: int
     ticket: int
+    source: int
     desc: int
     dest: int
     key: int
@@ -179,7 +181,7 @@ class Poster:
         o = run.order
         posted, code = self._loops.post(
             self._write, self._ep, run.desc, _signed(run.dest), _signed(run.key), o.imm, run.block_bytes,
-            o.source, o.source_stride, o.source_index, _signed(o.target), o.target_stride, o.target_index,
+            run.source, o.source_stride, o.source_index, _signed(o.target), o.target_stride, o.target_index,
             run.start, run.stop, run.ticket, slots.contexts, slots.owner, slots.free, slots.top,
         )  # fmt: skip
         return posted, code

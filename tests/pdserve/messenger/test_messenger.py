@@ -18,15 +18,35 @@ from tests.pdserve.messenger.pair import (
     loopback,
 )
 from tests.pdserve.messenger.taps import drop
+from transport.api import Transport
+from transport.errors import ProviderUnavailable
 from transport.open import open_transport
 
 LENGTHS = (1, 2, 7, 8, 9, 10, 15, 16, 17, 18, 33, 64, 120)
 
 
-@pytest.fixture(params=["loopback in order", "loopback seed 1", "loopback seed 2", "tcp", "tcp over 2 NICs", "ucx"])
+VERBS = "verbs;ofi_rxm"
+
+
+def open_verbs(provider: str) -> Transport:
+    """Over all RDMA devices; skips where there is none."""
+    try:
+        return open_transport(provider, spin=False)
+    except ProviderUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(
+    params=[
+        "loopback in order", "loopback seed 1", "loopback seed 2", "tcp", "tcp over 2 NICs", "ucx",
+        pytest.param(VERBS, marks=pytest.mark.slow),
+    ]
+)  # fmt: skip
 def network(request: pytest.FixtureRequest) -> Iterator[Network]:
     if request.param in ("tcp", "ucx"):
         made = Network(open_transport, request.param)
+    elif request.param == VERBS:
+        made = Network(open_verbs, VERBS)
     elif request.param == "tcp over 2 NICs":
         made = Network(lambda provider: open_transport(provider, nics=("127.0.0.1", "127.0.0.2")), "tcp")
     elif request.param == "loopback in order":

@@ -54,7 +54,7 @@ class RawSide(Side):
         )  # fmt: skip
         posted = completed = 0
         while completed < blocks:
-            run = Run(order, posted, blocks, size, 1, self.desc, self.dest, self.key)
+            run = Run(order, posted, blocks, size, 1, self.address, self.desc, self.dest, self.key)
             count, code = self.poster.post(run, self.slots)
             self._check("fi_writedata", code)
             posted += count
