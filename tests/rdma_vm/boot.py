@@ -71,7 +71,9 @@ def _write_initramfs(kernel: Kernel, path: Path) -> None:
 def _script(boot: Boot) -> str:
     """A shell script: each line is one step in the guest."""
     variables = [f"export {name}={shlex.quote(value)}" for name, value in boot.environment.items()]
-    return "\n".join([f"cd {shlex.quote(str(boot.folder))} || exit 1", *variables, f"exec {shlex.join(boot.command)}", ""])
+    return "\n".join(
+        [f"cd {shlex.quote(str(boot.folder))} || exit 1", *variables, f"exec {shlex.join(boot.command)}", ""]
+    )
 
 
 def _qemu(kernel: Kernel, run_dir: Path, kept: Path, boot: Boot) -> list[str]:
