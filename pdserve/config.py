@@ -39,6 +39,8 @@ class EngineSettings(Section):
     """Context limit in tokens; by default the model's."""
     page_size: Literal[8, 16, 32, 64, 128] = 32
     """Tokens a page."""
+    kv_layout: Literal["hnd", "nhd"] = "hnd"
+    """Order in a page block. nhd takes page_size times the writes where two nodes share heads differently."""
     chunk_tokens: int = Field(default=128, ge=8)
     """Prompt tokens that one prefill step computes; a multiple of page_size."""
     max_batch: int = Field(default=32, ge=1)

@@ -60,7 +60,7 @@ class Engine:
     on the engine's thread, in the order of the calls, between steps.
 
     Every role leaves the prompt's last token to the first decode step. `layer_counter` `(1,) int64` is bumped by the
-    model after each layer, for whoever watches a step from another thread.
+    model after each layer, for whoever watches a step from another thread; it is given where another process bumps it.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Engine:
         *,
         decode_hooks: DecodeHooks | None = None,
         prefill_hooks: PrefillHooks | None = None,
+        layer_counter: NDArray[np.int64] | None = None,
     ) -> None:
         """Raises ConfigError where the settings ask for a longer context than the model has."""
         if memory.geometry.page_size != settings.page_size or memory.geometry.pages != pool.total:
@@ -83,7 +84,7 @@ class Engine:
         self.role = role
         self.decode_hooks = decode_hooks
         self.prefill_hooks = prefill_hooks
-        self.layer_counter: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+        self.layer_counter = np.zeros(1, dtype=np.int64) if layer_counter is None else layer_counter
         self._context = context_tokens(model.config, settings)
         self._stats = StatsRecorder()
         self._wake = threading.Condition(threading.Lock())

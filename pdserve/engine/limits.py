@@ -6,20 +6,22 @@ from pdserve.config import EngineSettings
 from pdserve.errors import ConfigError, ContextLengthError, RequestError
 from pdserve.models.api import ModelConfig
 from pdserve.types import GenerationRequest
-from policies.layout import PageGeometry
+from policies.layout import KvLayout, PageGeometry
+from policies.sharding import heads_per_rank
 
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 
 
-def page_geometry(config: ModelConfig, settings: EngineSettings) -> PageGeometry:
-    """The region of a node of one rank."""
+def page_geometry(config: ModelConfig, settings: EngineSettings, tp: int = 1) -> PageGeometry:
+    """The region of one of `tp` ranks that share the cache. Raises ShardingError."""
     return PageGeometry(
         layers=config.layers,
-        kv_heads=config.kv_heads,
+        kv_heads=None if config.kv_heads is None else heads_per_rank(config.kv_heads, tp),
         head_dim=config.head_dim,
         page_size=settings.page_size,
         element_bytes=_ELEMENT_BYTES[settings.dtype],
         pages=settings.pages,
+        layout=KvLayout(settings.kv_layout),
     )
 
 

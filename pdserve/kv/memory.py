@@ -20,13 +20,19 @@ class KvMemory:
 
     `blocks` is `(layers, pages, *block)`: float32, or bf16 seen as uint16. A block is `(2, kv_heads, page_size,
     head_dim)` for HND, `(2, page_size, kv_heads, head_dim)` for NHD, `(page_size, head_dim)` for a latent (MLA).
-    The descriptor `fd` can be passed to another process, which maps the same bytes.
+    The descriptor `fd` can be passed to another process, which maps the same bytes: with `fd` it is such a mapping,
+    and owns the descriptor.
     """
 
-    def __init__(self, geometry: PageGeometry) -> None:
+    def __init__(self, geometry: PageGeometry, fd: int | None = None) -> None:
+        """Raises ValueError where the descriptor's memory has not the geometry's size."""
         self.geometry = geometry
-        self.fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, geometry.region_bytes)
+        if fd is None:
+            fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC)
+            os.ftruncate(fd, geometry.region_bytes)
+        elif (there := os.fstat(fd).st_size) != geometry.region_bytes:
+            raise ValueError(f"the memory has {there} bytes, {geometry} needs {geometry.region_bytes}")
+        self.fd = fd
         mapping = mmap.mmap(self.fd, geometry.region_bytes)  # kept by the array over it
         g = geometry
         self.blocks: NDArray[Any] = np.frombuffer(mapping, dtype=_DTYPES[g.element_bytes]).reshape(

@@ -17,7 +17,7 @@ from pdserve.errors import OutOfPages
 from pdserve.messenger.handoff import decode as h
 from pdserve.messenger.held import HeldMemory
 from pdserve.messenger.peers import Peer, PeerTable, ReceiverParts
-from pdserve.messenger.slots import SlotTable
+from pdserve.messenger.slots import SLOTS, SlotTable
 from pdserve.messenger.target import HandoffTrace, TargetHandoff
 from pdserve.messenger.wire import (
     Accept,
@@ -55,7 +55,7 @@ class Attempts:
         self._parts = parts
         self._peers = peers
         self._post = post
-        self._slots = SlotTable()
+        self._slots = SlotTable(first=parts.replica.number * SLOTS)
         self._held = HeldMemory(parts.pool, self._slots)
         self._handoffs: dict[HandoffId, TargetHandoff] = {}
         self._traces: OrderedDict[RequestId, HandoffTrace] = OrderedDict()
@@ -300,7 +300,7 @@ class Attempts:
             prompt_tokens=len(entry.tokens),
             requested_at=time.monotonic(),
             writes_expected=count,
-            bytes_expected=count * self._parts.memory.geometry.block_bytes,
+            bytes_expected=len(entry.pages) * self._parts.memory.geometry.page_bytes * self._parts.card.parallel.tp,
         )
         while len(self._traces) > TRACES:
             _, oldest = self._traces.popitem(last=False)

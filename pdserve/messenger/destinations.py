@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from pdserve.errors import MeetingRefused
+from pdserve.kv.memory import KvMemory
 from pdserve.messenger.answers import Answers
 from pdserve.messenger.line import LostPaths
 from pdserve.messenger.liveness import PeerWatch
-from pdserve.messenger.meeting import Transports, WireWish, refusal
+from pdserve.messenger.meeting import Replica, Transports, WireWish, refusal
 from pdserve.messenger.wire import MeetRefusal, MeetReply, MeetRequest, NodeCard
 from pdserve.types import Incarnation, NodeId
+from policies.layout import PageGeometry
+from policies.sharding import shards
 from transport.api import Link, SourceRegion
 from transport.choice import Choice
 from transport.errors import TransportError
@@ -27,20 +31,35 @@ class Destination:
 
     request: MeetRequest
     link: Link
-    source: SourceRegion
+    sources: tuple[SourceRegion, ...]  # of our ranks
     answers: Answers
     paths: LostPaths = field(default_factory=LostPaths)
+
+
+class Own(Protocol):
+    """What is needed of this side."""
+
+    @property
+    def card(self) -> NodeCard: ...
+    @property
+    def memory(self) -> KvMemory: ...
+    @property
+    def transports(self) -> Transports: ...
+    @property
+    def wish(self) -> WireWish: ...
+    @property
+    def replica(self) -> Replica: ...
 
 
 class Destinations:
     """Owned by the sender's thread. `take(node, data)` gets what decode nodes say, on the transport's thread."""
 
-    def __init__(
-        self, card: NodeCard, transports: Transports, wish: WireWish, take: Callable[[NodeId, bytes], None]
-    ) -> None:
-        self._card = card
-        self._transports = transports
-        self._wish = wish
+    def __init__(self, own: Own, take: Callable[[NodeId, bytes], None]) -> None:
+        self._card = own.card
+        self._transports = own.transports
+        self._wish = own.wish
+        self._ranks = own.replica.ranks(own.card.parallel.tp)
+        self._geometry = own.memory.geometry
         self._take = take
         self._met: dict[Incarnation, Destination] = {}
         self._last: dict[Incarnation, int] = {}  # number of the last meeting, also of those that were lost
@@ -76,7 +95,7 @@ class Destinations:
         """Compares cards and opens a link, or says what differs. The incarnation must not be met already."""
         theirs = request.card
         self._last[theirs.incarnation] = request.number
-        reason = refusal(self._card, theirs) or self._connect(request)
+        reason = refusal(self._card, theirs) or unfit_regions(request, self._geometry) or self._connect(request)
         if reason is not None:
             _log.warning("refused %s: %s", theirs.node_id, reason)
             return MeetRefusal(reason)
@@ -104,7 +123,9 @@ class Destinations:
         except Exception:
             link.close()
             raise
-        self._met[request.card.incarnation] = Destination(request, link, opened.source, Answers(request.number))
+        self._met[request.card.incarnation] = Destination(
+            request, link, opened.sources[self._ranks], Answers(request.number)
+        )
 
     def forget(self, incarnation: Incarnation, *, watch: bool = False) -> Destination | None:
         """Takes it out; the caller closes its link once its transfers are marked. With `watch`, `ended` still tells."""
@@ -131,3 +152,19 @@ class Destinations:
 
     def close(self) -> None:
         self._watch.close()
+
+
+def unfit_regions(request: MeetRequest, here: PageGeometry) -> str | None:
+    """Why what the decode node exposes is not what its card promises: one region per rank, of its blocks."""
+    theirs = request.card
+    if len(request.regions) != theirs.parallel.tp:
+        return f"{theirs.node_id} has {theirs.parallel.tp} ranks and exposes {len(request.regions)} regions"
+    held = shards(theirs.groups[0], theirs.parallel.tp).heads
+    block_bytes = replace(here, kv_heads=held).block_bytes
+    for rank, grant in enumerate(request.regions):
+        if (grant.block_bytes, grant.layer_stride_bytes) != (block_bytes, grant.pages * block_bytes):
+            return (
+                f"rank {rank} of {theirs.node_id} has blocks of {grant.block_bytes} bytes, {grant.layer_stride_bytes}"
+                f" bytes a layer of {grant.pages} pages; its card makes them {block_bytes} bytes"
+            )
+    return None

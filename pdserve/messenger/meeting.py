@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pdserve.errors import MeetingRefused
 from pdserve.messenger.wire import NodeCard
 from pdserve.types import Role
+from policies.sharding import ShardingError, check_bridge, shards
 from transport.api import Memory, SourceRegion, Transport
 from transport.choice import Choice, choose
 from transport.errors import TransportError
 
 _log = logging.getLogger(__name__)
 
-_COMPARED = ("protocol", "fingerprint", "dtype", "page_size", "kv_layout", "head_dim", "groups", "parallel")
+_COMPARED = ("protocol", "fingerprint", "dtype", "page_size", "kv_layout", "head_dim", "groups")
 
 
 def refusal(prefill: NodeCard, decode: NodeCard) -> str | None:
@@ -28,7 +29,29 @@ def refusal(prefill: NodeCard, decode: NodeCard) -> str | None:
         if ours != theirs:
             here, there = f"{prefill.node_id} ({prefill.model})", f"{decode.node_id} ({decode.model})"
             return f"{field} differs: {ours} at {here}, {theirs} at {there}"
+    try:
+        check_bridge(prefill.parallel, decode.parallel, prefill.page_size, decode.page_size)
+        for group in prefill.groups:
+            shards(group, prefill.parallel.tp, f" at {prefill.node_id}")
+            shards(group, decode.parallel.tp, f" at {decode.node_id}")
+    except ShardingError as error:
+        return str(error)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Which of its node's engine replicas a messenger works for; they share the node's transports."""
+
+    number: int = 0
+    count: int = 1
+
+    def ranks(self, tp: int) -> slice:
+        """Its ranks among the node's."""
+        return slice(self.number * tp, (self.number + 1) * tp)
+
+
+ALONE = Replica()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +71,19 @@ class WireWish:
 
 @dataclass(frozen=True, slots=True)
 class OpenTransport:
-    """A transport, why it was chosen at first, and the KV memory registered with it as a source."""
+    """A transport, why it was chosen at first, and the ranks' KV memories registered with it as sources."""
 
     transport: Transport
     reason: str
-    source: SourceRegion
+    sources: tuple[SourceRegion, ...]
 
 
 class Transports:
-    """This node's transports, opened at first use, one per provider. Thread-safe."""
+    """This node's transports, opened at first use, one per provider, for the memories of all ranks. Thread-safe."""
 
-    def __init__(self, open_transport: Callable[[str], Transport], memory: Memory) -> None:
+    def __init__(self, open_transport: Callable[[str], Transport], *memories: Memory) -> None:
         self._open_transport = open_transport
-        self.memory = memory
+        self.memories = memories
         self._open: dict[str, OpenTransport] = {}
         self._lock = threading.Lock()
 
@@ -70,12 +93,12 @@ class Transports:
             if choice.provider not in self._open:
                 transport = self._open_transport(choice.provider)
                 try:
-                    source = transport.register(self.memory)
+                    sources = tuple(transport.register(memory) for memory in self.memories)
                 except BaseException:
                     transport.close()
                     raise
                 _log.info("wire: %s; chosen because %s", transport.description, choice.reason)
-                self._open[choice.provider] = OpenTransport(transport, choice.reason, source)
+                self._open[choice.provider] = OpenTransport(transport, choice.reason, sources)
             return self._open[choice.provider]
 
     def opened(self, provider: str) -> OpenTransport | None:

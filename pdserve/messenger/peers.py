@@ -13,7 +13,7 @@ from pdserve.kv.memory import KvMemory
 from pdserve.kv.pool import PagePool
 from pdserve.messenger.line import LostPaths, send
 from pdserve.messenger.liveness import PeerWatch
-from pdserve.messenger.meeting import Transports, WireWish, refusal
+from pdserve.messenger.meeting import ALONE, Replica, Transports, WireWish, refusal
 from pdserve.messenger.wire import (
     MeetRefusal,
     MeetReply,
@@ -35,7 +35,7 @@ Reroute = Callable[[RequestId, frozenset[NodeId], Callable[[NodeId | None], None
 
 @dataclass(frozen=True, slots=True)
 class ReceiverParts:
-    """What a receiver is put together from."""
+    """What a receiver is put together from. `memory`: of its first rank; the others' are alike."""
 
     card: NodeCard
     memory: KvMemory
@@ -48,6 +48,7 @@ class ReceiverParts:
     card_of: Callable[[NodeId], NodeCard | None]  # what discovery knows of a prefill node
     reroute: Reroute
     emit: Callable[[tuple[SequenceOutput, ...]], None]
+    replica: Replica = ALONE
 
 
 @dataclass(slots=True)
@@ -118,17 +119,22 @@ class PeerTable:
             raise
 
     def _offer(self, peer: Peer) -> MeetRequest:
-        geometry = self._parts.memory.geometry
-        exposed = peer.offered.expose(self._parts.transports.memory)
-        grant = RegionGrant(exposed.descriptor, geometry.layer_stride_bytes, geometry.block_bytes, geometry.pages)
-        return MeetRequest(self._parts.card, peer.number, peer.offered.address, (grant,), peer.window)
+        geometry, tp = self._parts.memory.geometry, self._parts.card.parallel.tp
+        memories = self._parts.transports.memories[self._parts.replica.ranks(tp)]
+        exposed = [peer.offered.expose(memory) for memory in memories]
+        grants = tuple(
+            RegionGrant(region.descriptor, geometry.layer_stride_bytes, geometry.block_bytes, geometry.pages)
+            for region in exposed
+        )
+        return MeetRequest(self._parts.card, peer.number, peer.offered.address, grants, peer.window)
 
     def _open(self, node: NodeId, number: int, choice: Choice) -> Peer:
         transport = self._parts.transports.get(choice).transport
         granted = sum(peer.window for peer in self._peers.values() if peer.transport is transport)
-        window = min(self._parts.window, transport.max_window - granted)
+        most = transport.max_window // self._parts.replica.count
+        window = min(self._parts.window, most - granted)
         if window < 1:
-            raise MeetingRefused(f"all {transport.max_window} writes that may be outstanding here are granted")
+            raise MeetingRefused(f"all {most} writes that may be outstanding here are granted")
         answer_by = time.monotonic() + self._parts.settings.request_timeout_s
         link = transport.open_link(partial(self._take, node))
         return Peer(node, number, self._parts.channel(node), transport, link, window, answer_by)

@@ -55,7 +55,7 @@ class Sender:
         self._parts = parts
         self._layer_counter: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
         self._intake: Intake[ToPrefill] = Intake(HandoffRequest, Cancel)
-        self._peers = Destinations(parts.card, parts.transports, parts.wish, self._take)
+        self._peers = Destinations(parts, self._take)
         self._next_check = 0.0
         self._closed = False
         self._mail: Mailbox[Event] = Mailbox("pdserve-sender", lambda event: event(), self._between)

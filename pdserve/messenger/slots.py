@@ -6,13 +6,18 @@ from collections import deque
 
 from transport.api import GENERATION_BITS, Imm, make_imm, split_imm
 
+SLOTS = 4096
+
 
 class SlotTable:
-    """Slots go round in order, so that a generation returns as late as possible. Not thread-safe: one owner."""
+    """Slots `first` and following; they go round in order, so that a generation returns as late as possible.
 
-    def __init__(self, slots: int = 4096) -> None:
-        self._free = deque(range(slots))
-        self._generation = [0] * slots
+    Not thread-safe: one owner.
+    """
+
+    def __init__(self, slots: int = SLOTS, *, first: int = 0) -> None:
+        self._free = deque(range(first, first + slots))
+        self._generation = dict.fromkeys(self._free, 0)
 
     @property
     def free(self) -> int:

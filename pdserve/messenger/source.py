@@ -13,7 +13,7 @@ from pdserve.engine.hooks import Chunk
 from pdserve.messenger.handoff.prefill import PrefillHandoff
 from pdserve.messenger.wire import HandoffRequest, LayerTiming, PrefillTimings, RegionGrant
 from pdserve.types import PageIndex, RequestId
-from policies.layout import PageGeometry
+from policies.plan import LayerWrites, RankWrites
 from transport.api import PagedWrite, SourceRegion, Transfer
 from transport.errors import TransportClosed
 
@@ -37,6 +37,7 @@ class SourceHandoff:
     request: HandoffRequest
     received_at: float
     page_size: int
+    entries: tuple[RankWrites, ...]  # of the plan: who writes what to whom
     machine: PrefillHandoff = field(default_factory=PrefillHandoff)
     pages: tuple[PageIndex, ...] = ()
     started_at: float = 0.0
@@ -88,18 +89,20 @@ class SourceHandoff:
         layers, self._computed = self._computed, []
         return layers
 
-    def layer_write(self, layer: int, here: PageGeometry, source: SourceRegion, grant: RegionGrant) -> PagedWrite:
-        """The current chunk's blocks of one layer, each to its page at the decode node."""
+    def layer_write(
+        self, entry: RankWrites, numbers: LayerWrites, source: SourceRegion, grant: RegionGrant
+    ) -> PagedWrite:
+        """The current chunk's segments of one layer, each to its place at the decode node."""
         return PagedWrite(
             source=source,
             target=grant.descriptor,
-            block_bytes=here.block_bytes,
-            source_offset=layer * here.layer_stride_bytes,
-            source_stride=here.block_bytes,
-            source_index=self.chunk_source,
-            target_offset=layer * grant.layer_stride_bytes,
-            target_stride=grant.block_bytes,
-            target_index=self.chunk_target,
+            block_bytes=numbers.block_bytes,
+            source_offset=numbers.source_offset,
+            source_stride=numbers.source_stride,
+            source_index=entry.source_segments.index(self.chunk_source),
+            target_offset=numbers.target_offset,
+            target_stride=numbers.target_stride,
+            target_index=entry.target_segments.index(self.chunk_target),
             imm=self.request.imm,
         )
 

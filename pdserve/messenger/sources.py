@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from typing import Protocol
 
 from pdserve.engine.hooks import Chunk, PrefillJob
@@ -19,10 +20,12 @@ from pdserve.kv.pool import PagePool
 from pdserve.messenger.destinations import Destination, Destinations
 from pdserve.messenger.handoff import prefill as h
 from pdserve.messenger.layers import LayerWatch
-from pdserve.messenger.meeting import Transports, WireWish
+from pdserve.messenger.meeting import ALONE, Replica, Transports, WireWish
 from pdserve.messenger.source import SourceHandoff
 from pdserve.messenger.wire import Done, HandoffId, HandoffRequest, NodeCard, Quiesced, Reject, ToDecodeChannel
 from pdserve.types import Incarnation, NodeId, PageIndex, RequestId
+from policies.plan import GroupPages, PlanRequest, RankWrites, TransferPlan, make_plan
+from policies.sources import draw_sources
 from transport.api import Transfer
 from transport.errors import TransferCancelled, TransportError
 
@@ -39,7 +42,7 @@ class PrefillEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SenderParts:
-    """What a sender is put together from."""
+    """What a sender is put together from. `memory`: of its first rank; the others' are alike."""
 
     card: NodeCard
     memory: KvMemory
@@ -47,6 +50,8 @@ class SenderParts:
     transports: Transports
     wish: WireWish
     channel: Callable[[NodeId], ToDecodeChannel]
+    replica: Replica = ALONE
+    random: Random = field(default_factory=Random)  # draws which copies of the cache are read
 
 
 class Ends(Protocol):
@@ -101,9 +106,21 @@ class Sources:
 
     def add(self, request: HandoffRequest) -> None:
         """It starts when pages allow, which `admit` sees to."""
-        self._handoffs[request.id] = source = SourceHandoff(request, time.monotonic(), self._parts.card.page_size)
+        source = SourceHandoff(request, time.monotonic(), self._parts.card.page_size, self._draw(request).entries)
+        self._handoffs[request.id] = source
         self._by_job[source.job_id] = request.id
         self._waiting.append(request.id)
+
+    def _draw(self, request: HandoffRequest) -> TransferPlan:
+        """Which rank writes what to which; where several hold the same, one of them is drawn."""
+        peer = self._peers.get(request.source)
+        assert peer is not None  # who has sent it has been met
+        card, there, here = self._parts.card, peer.request.card.parallel, self._parts.memory.geometry
+        groups = tuple(
+            GroupPages(group, here.head_dim, here.element_bytes, len(request.pages)) for group in card.groups
+        )
+        drawn = draw_sources(card.groups, (card.parallel.tp, there.tp), self._parts.random)
+        return make_plan(PlanRequest(groups, card.parallel, there, card.page_size), drawn)
 
     def cancel(self, handoff: HandoffId) -> None:
         source = self._handoffs[handoff]
@@ -166,7 +183,7 @@ class Sources:
             source = self._of_job(chunk.job_id)
             if source is not None:
                 source.computed(layers)
-                self._feed(source, h.LayersComputed(len(layers) if source.has_writes else 0))
+                self._feed(source, h.LayersComputed(len(layers) * len(source.entries) if source.has_writes else 0))
 
     def job_failed(self, job_id: RequestId, reason: str) -> None:
         self.watch.failed(job_id)
@@ -230,24 +247,31 @@ class Sources:
             self._stop(source, f"the prefill engine refused: {error}")
 
     def _post(self, source: SourceHandoff) -> None:
-        """One paged write per layer that has just been computed, for the pages of the current chunk."""
+        """A paged write per layer that has just been computed and pair of ranks, for the pages of the current chunk."""
         peer = self._peers.get(source.request.source)
-        assert self.ends is not None
         assert peer is not None  # losing it has stopped the handoff
         for layer, computed_at in source.take_computed():
-            if source.machine.state is h.PrefillState.CANCELLING:  # an earlier layer failed
-                self._feed(source, h.TransferEnded(0, None))
-                continue
-            write = source.layer_write(layer, self._parts.memory.geometry, peer.source, peer.request.regions[0])
-            posted_at = time.monotonic()
-            try:
-                transfer = peer.link.write_paged(write, partial(self._transfer_done, source.request.id, peer))
-            except (TransportError, ValueError) as error:
-                if isinstance(error, TransportError):
-                    self._post_event(partial(self.ends.broken, peer, str(error)))
-                self._feed(source, h.TransferEnded(0, f"writes cannot be posted: {error}"))
-            else:
-                source.submitted(layer, (computed_at, posted_at), transfer, write.block_bytes)
+            for entry in source.entries:
+                if source.machine.state is h.PrefillState.CANCELLING:  # an earlier write failed
+                    self._feed(source, h.TransferEnded(0, None))
+                else:
+                    self._write(source, peer, entry, (layer, computed_at))
+
+    def _write(self, source: SourceHandoff, peer: Destination, entry: RankWrites, computed: tuple[int, float]) -> None:
+        assert self.ends is not None
+        layer, computed_at = computed
+        region, grant = peer.sources[entry.source], peer.request.regions[entry.destination]
+        strides = self._parts.memory.geometry.layer_stride_bytes, grant.layer_stride_bytes
+        write = source.layer_write(entry, entry.layer_writes(layer, *strides), region, grant)
+        posted_at = time.monotonic()
+        try:
+            transfer = peer.link.write_paged(write, partial(self._transfer_done, source.request.id, peer))
+        except (TransportError, ValueError) as error:
+            if isinstance(error, TransportError):
+                self._post_event(partial(self.ends.broken, peer, str(error)))
+            self._feed(source, h.TransferEnded(0, f"writes cannot be posted: {error}"))
+        else:
+            source.submitted(layer, (computed_at, posted_at), transfer, write.block_bytes)
 
     def _transfer_done(self, handoff: HandoffId, peer: Destination, transfer: Transfer) -> None:
         self._post_event(lambda: self._transfer_ended(handoff, peer, transfer))

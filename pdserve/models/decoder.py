@@ -83,6 +83,7 @@ class Decoder:
         else:
             layer = self._layers[last]
             layer.attention.append(self._attention_input(last, residual), cache.layer(last), step)
+            self.parallel.tp.all_reduce(np.zeros(1, np.float32))  # the counter speaks for all ranks, as in other layers
         layer_counter[0] += 1
         if not len(wanted) and not self._layers[last].feed_forward.collective:
             return np.empty((0, self.config.vocab), np.float32)

@@ -29,6 +29,7 @@ from pdserve.types import FinishReason, GenerationRequest, Incarnation, NodeId, 
 from policies.sharding import LayerGroup, ParallelLayout
 from tests.pdserve.engine.toy import ToyModel, eventually, expected, make_request
 from tests.pdserve.messenger.poisoned import PoisonedPool
+from tests.pdserve.messenger.sharded import ShardedToy
 from tests.pdserve.messenger.taps import Channel, tapped
 from transport.api import Memory, Transport
 from transport.choice import Choice
@@ -89,10 +90,15 @@ class Side:
     open_transport: OpenTransport
 
     def __post_init__(self) -> None:
-        geometry = page_geometry(self.model.config, self.settings)
-        self.memory = KvMemory(geometry)
-        self.pool = PoisonedPool(self.memory)
-        self.transports = Transports(self.open_transport, Memory(self.memory.address, geometry.region_bytes))
+        tp = self.model.tp if isinstance(self.model, ShardedToy) else 1
+        geometry = page_geometry(self.model.config, self.settings, tp)
+        self.memories = tuple(KvMemory(geometry) for _ in range(tp))
+        if isinstance(self.model, ShardedToy):
+            self.model.memories = self.memories
+        self.memory = self.memories[0]
+        self.pool = PoisonedPool(*self.memories)
+        memories = [Memory(memory.address, geometry.region_bytes) for memory in self.memories]
+        self.transports = Transports(self.open_transport, *memories)
         self.closed = False
         config = self.model.config
         self.card = NodeCard(
@@ -110,7 +116,7 @@ class Side:
             kv_layout=geometry.layout,
             head_dim=config.head_dim,
             groups=(LayerGroup(config.layers, config.kv_heads),),
-            parallel=ParallelLayout(),
+            parallel=ParallelLayout(tp, geometry.layout),
             max_model_len=context_tokens(config, self.settings),
         )
 
@@ -125,7 +131,8 @@ class Side:
     def close_core(self) -> None:
         self.closed = True
         self.transports.close()
-        self.memory.close()
+        for memory in self.memories:
+            memory.close()
 
 
 class PrefillSide(Side):

@@ -17,11 +17,12 @@ POISON = 0x7FC0DEAD
 class PoisonedPool(PagePool):
     """Free pages hold poison, from before they can be allotted until they are. `faults` says where they did not."""
 
-    def __init__(self, memory: KvMemory) -> None:
-        super().__init__(memory.geometry.pages)
-        self._memory = memory
+    def __init__(self, *memories: KvMemory) -> None:
+        super().__init__(memories[0].geometry.pages)
+        self._memories = memories
         self.faults: list[str] = []
-        memory.blocks.view(np.uint32).fill(POISON)
+        for memory in memories:
+            memory.blocks.view(np.uint32).fill(POISON)
 
     def allocate(self, count: int, *, leave_free: int = 0) -> tuple[PageIndex, ...]:
         pages = super().allocate(count, leave_free=leave_free)
@@ -40,14 +41,13 @@ class PoisonedPool(PagePool):
 
     def _poisoned(self, pages: Iterable[PageIndex]) -> tuple[PageIndex, ...]:
         taken = tuple(pages)
-        if self._memory.fd >= 0:
-            self._memory.blocks.view(np.uint32)[:, list(taken)] = POISON
+        for memory in self._memories:
+            if memory.fd >= 0:
+                memory.blocks.view(np.uint32)[:, list(taken)] = POISON
         return taken
 
     def _examine(self, pages: Iterable[PageIndex], when: str) -> None:
-        if self._memory.fd < 0:
-            return
-        blocks = self._memory.blocks.view(np.uint32)
-        hit = [page for page in pages if (blocks[:, page] != POISON).any()]
+        open_ones = [memory.blocks.view(np.uint32) for memory in self._memories if memory.fd >= 0]
+        hit = [page for page in pages if any((blocks[:, page] != POISON).any() for blocks in open_ones)]
         if hit:
             self.faults.append(f"pages {hit} were written to after they had been handed back, and one {when}")

@@ -54,13 +54,19 @@ def test_equal_nodes_work_together() -> None:
         ("kv_layout", KvLayout.NHD),
         ("head_dim", 128),
         ("groups", (LayerGroup(31, 3),)),
-        ("parallel", ParallelLayout(tp=2)),
     ],
 )
 def test_a_difference_is_named_with_both_values(field: str, value: object) -> None:
     other = dataclasses.replace(DECODE, **{field: value})  # type: ignore[arg-type]
     said = refusal(PREFILL, other)
     assert said == f"{field} differs: {getattr(PREFILL, field)} at p0 (toy), {value} at d0 (toy)"
+
+
+def test_other_ranks_are_no_difference_if_they_can_share_the_heads() -> None:
+    assert refusal(PREFILL, dataclasses.replace(DECODE, parallel=ParallelLayout(tp=3))) is None
+    assert refusal(PREFILL, dataclasses.replace(DECODE, parallel=ParallelLayout(tp=2))) == (
+        "3 KV heads cannot be shared by 2 ranks at d0: one number must be a multiple of the other"
+    )
 
 
 def test_roles_must_pair() -> None:
