@@ -127,6 +127,11 @@ class Link(Protocol):
         """Pairs of NICs that were taken out after an error, in words; the others go on."""
         ...
 
+    @property
+    def revoked(self) -> bool:
+        """Whether the peer's access has ended: False before `close`, and if a step of it has failed."""
+        ...
+
     def expose(self, memory: Memory) -> ExposedRegion:
         """Lets the peer write into `memory` under keys of its own, one per NIC."""
         ...

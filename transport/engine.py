@@ -10,7 +10,7 @@ from typing import Self
 
 from transport.api import Memory, OnMessage, SourceRegion
 from transport.dll import load_libfabric
-from transport.errors import RegionBusy, TransportError
+from transport.errors import TransportError
 from transport.fabric.group import open_domains
 from transport.fabric.link import FabricLink, Identity
 from transport.fabric.mailbox import MESSAGE_SLOTS
@@ -112,9 +112,6 @@ class TransferEngine:
         """Raises RegionBusy, TransportClosed."""
         if not isinstance(region, FabricSource):
             raise TypeError(f"{type(region).__name__} was not made by TransferEngine.register")
-        users = sorted(map(str, list(region.users)))
-        if users:
-            raise RegionBusy(f"the region is still read by {', '.join(users)}: wait for them or close their link")
         self._worker.release(region)
 
     def open_link(self, on_message: OnMessage | None = None) -> FabricLink:

@@ -84,6 +84,10 @@ class FaultyLink:
         return self._inner.lost_paths
 
     @property
+    def revoked(self) -> bool:
+        return self._inner.revoked
+
+    @property
     def transfers(self) -> list[FaultyTransfer]:
         """Those that are not done."""
         with self._posting:

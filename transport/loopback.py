@@ -16,13 +16,14 @@ from typing import Self
 
 from transport.api import Memory, OnMessage, SourceRegion
 from transport.descriptors import LinkAddress
-from transport.errors import ProviderUnavailable, RegionBusy, TransportClosed, TransportError, TransportFailed
+from transport.errors import ProviderUnavailable, TransportClosed, TransportError, TransportFailed
 from transport.imm import ImmediateCounters
 from transport.inbox import Inbox, attempted
 from transport.loopback_link import PROVIDER, LoopbackLink, LoopbackSource, check_host
 from transport.loopback_net import DEFAULT_NET, LoopbackNet
 from transport.loopback_wire import Wire
 from transport.loopback_worker import Arrival, LoopbackWorker
+from transport.transfer import retire
 
 __all__ = ["DEFAULT_NET", "LoopbackNet", "LoopbackTransport"]
 
@@ -99,9 +100,7 @@ class LoopbackTransport:
         """Raises RegionBusy."""
         if not isinstance(region, LoopbackSource):
             raise TypeError(f"{type(region).__name__} was not made by LoopbackTransport.register")
-        users = sorted(map(str, list(region.users)))
-        if users:
-            raise RegionBusy(f"the region is still read by {', '.join(users)}: wait for them or close their link")
+        self.inbox.call(lambda: retire(region))
 
     def open_link(self, on_message: OnMessage | None = None) -> LoopbackLink:
         """Raises TransportClosed; ProviderUnavailable when every NIC has failed."""

@@ -51,6 +51,7 @@ class LoopbackSource:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.users: set[TransferState] = set()
+        self.retired = False
 
 
 class LoopbackExposure:
@@ -108,6 +109,10 @@ class LoopbackLink:
     @property
     def error(self) -> TransportError | None:
         return self.outgoing.error
+
+    @property
+    def revoked(self) -> bool:
+        return self.closed
 
     @property
     def lost_paths(self) -> tuple[str, ...]:

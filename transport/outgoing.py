@@ -13,7 +13,7 @@ from transport.errors import LinkClosed, TransportError
 from transport.imm import ImmediateCounters
 from transport.inbox import guarded
 from transport.shard import Pair, deal, pairings
-from transport.transfer import Part, TransferState
+from transport.transfer import UNREGISTERED, Part, TransferState
 
 
 @dataclass(slots=True)
@@ -115,6 +115,9 @@ class Outgoing:
         self._transfers[transfer] = None
         if self.broken is not None:
             transfer.stop(self.broken)
+        source = transfer.order.region
+        if source is not None and source.retired:  # between the caller's check and this
+            transfer.stop(ValueError(UNREGISTERED))
         if transfer.stopped or not transfer.total:
             self._finish(transfer)
             return

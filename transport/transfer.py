@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from transport.api import Imm, Memory, OnDone, PagedWrite, RegionDescriptor, SingleWrite
 from transport.descriptors import check_descriptor
-from transport.errors import TransferCancelled
+from transport.errors import RegionBusy, TransferCancelled
 
 _ZERO = np.zeros(1, np.int64)
+UNREGISTERED = "the source region was unregistered: register the memory again before writing from it"
 _tickets = itertools.count(1)
 _waiting_lock = threading.Lock()
 """An event for each transfer would cost more than the rest of it; most are never waited for."""
@@ -33,6 +34,9 @@ class Source(Protocol):
 
     @property
     def users(self) -> set[TransferState]: ...
+
+    retired: bool
+    """It was unregistered: nothing may read from it any more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +124,17 @@ def _checked_imm(imm: Imm) -> Imm:
 def _as_source(region: object) -> Source:
     if not hasattr(region, "users"):
         raise TypeError(f"{type(region).__name__} was not made by Transport.register")
+    if getattr(region, "retired", False):
+        raise ValueError(UNREGISTERED)
     return region  # type: ignore[return-value]
+
+
+def retire(region: Source) -> None:
+    """On the worker: nothing is posted from it any more. Raises RegionBusy, naming the transfers that read from it."""
+    users = sorted(map(str, list(region.users)))
+    if users:
+        raise RegionBusy(f"the region is still read by {', '.join(users)}: wait for them or close their link")
+    region.retired = True
 
 
 def _check(side: str, offset: int, stride: int, index: NDArray[np.int64], block: int, length: int) -> None:

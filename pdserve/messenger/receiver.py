@@ -320,10 +320,12 @@ class Receiver:
     def revoke(self, peer: Peer, reason: str, *, ended: bool = False) -> None:
         """After this nothing of the peer can land, and all memory that it could have hit is safe.
 
-        Where the transport cannot promise that, such memory is held until the peer's process has `ended`.
+        Where the transport cannot promise that, or closing the link has failed, such memory is held until the peer's
+        process has `ended`.
         """
         _log.warning("revoking %s: %s", peer.node, reason)
-        met, safe = peer.link is not None, ended or peer.transport.revokes
+        peer.offered.close()
+        met, safe = peer.link is not None, ended or (peer.transport.revokes and peer.offered.revoked)
         self._peers.revoke(peer, watch=not safe)
         if met:
             self._attempts.revoked(peer, reason, safe=safe)

@@ -9,9 +9,10 @@ from transport.api import Transport
 from transport.choice import RDMA_PROVIDERS
 from transport.dll import load_libfabric
 from transport.errors import LibraryMissing
+from transport.fabric.group import rdma_nics
 from transport.fabric.info import available
+from transport.fabric.profiles import WITHIN_HOST
 from transport.open import open_transport
-from transport.topology import fabric_nics, read_topology
 from transport.ucx.dll import load_libucp
 
 
@@ -34,26 +35,33 @@ def find_wires(settings: TransportSettings) -> Wires:
         load_libucp(settings.libucp)
         return Wires(("ucx",))
     try:
-        providers = available(load_libfabric(settings.libfabric))
+        library = load_libfabric(settings.libfabric)
+        providers = available(library)
     except LibraryMissing:
         if settings.provider != "auto" or not _has_ucx(settings):
             raise
         return Wires(("ucx",))
-    nics = fabric_nics(read_topology())
-    kinds = {"efa" if nic.link_layer == "EFA" else "verbs;ofi_rxm" for nic in nics}
-    rdma = tuple(provider for provider in RDMA_PROVIDERS if provider in providers and provider in kinds)
-    return Wires(providers, rdma, tuple(nic.name for nic in nics))
+    found = _allowed(rdma_nics(library), settings.nics)
+    rdma = tuple(provider for provider in RDMA_PROVIDERS if provider in found)
+    return Wires(providers, rdma, tuple(nic for provider in rdma for nic in found[provider]))
 
 
 def open_wire(settings: TransportSettings, provider: str) -> Transport:
     """Raises LibraryMissing, ProviderUnavailable, FabricError."""
     return open_transport(
         provider,
-        nics=None if settings.nics is None else tuple(settings.nics),
+        # What stays within the host has no NICs, whatever the settings say of the wire to other hosts.
+        nics=None if settings.nics is None or provider in WITHIN_HOST else tuple(settings.nics),
         library=settings.libfabric,
         ucx_library=settings.libucp,
         spin=settings.spin,
     )
+
+
+def _allowed(found: dict[str, tuple[str, ...]], names: list[str] | None) -> dict[str, tuple[str, ...]]:
+    """Without the NICs that the settings leave out, and the providers that have none then."""
+    kept = {provider: tuple(n for n in nics if names is None or n in names) for provider, nics in found.items()}
+    return {provider: nics for provider, nics in kept.items() if nics}
 
 
 def _has_ucx(settings: TransportSettings) -> bool:

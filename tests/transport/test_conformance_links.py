@@ -238,3 +238,9 @@ def test_the_address_of_a_peer_that_has_gone(pair):
     assert not pair.target_bytes.any()
     assert pair.paged(OTHER).wait(TIMEOUT_S)
     link.close()
+
+
+def test_nothing_is_written_from_a_source_that_was_unregistered(pair):
+    pair.sender.unregister(pair.source)
+    with pytest.raises(ValueError, match="unregistered: register the memory again"):
+        pair.paged(make_imm(3, 1))

@@ -15,7 +15,7 @@ import pytest
 from transport.api import Memory, SingleWrite, make_imm
 from transport.engine import TransferEngine
 from transport.errors import FabricError, LinkClosed, PeerLost, TransportError, TransportFailed
-from transport.fabric import abi
+from transport.fabric import abi, calls
 
 TIMEOUT_S = 20.0
 IMM = make_imm(3, 9)
@@ -258,3 +258,19 @@ def test_arming_while_the_worker_goes_to_rest_is_not_missed(engines, monkeypatch
     assert armed.wait(TIMEOUT_S)
     _eventually(lambda: rests)
     assert rests[0] <= 200_000 and link.error is None
+
+
+def test_a_region_that_does_not_close_is_not_taken_for_revoked(engines, monkeypatch):
+    engine = engines[0]
+    link, sound = engine.open_link(), engine.open_link()
+    memory = np.zeros(4096, np.uint8)
+    link.expose(Memory(int(memory.ctypes.data), memory.nbytes))
+    assert not link.revoked
+    close = calls.close
+    refused = link._end.lanes[0]._regions[0].handle
+    monkeypatch.setattr(calls, "close", lambda pointer: -16 if pointer == refused else close(pointer))
+    link.close()
+    sound.close()
+    assert not link.revoked and "may still write" in str(link.error)
+    assert sound.revoked and sound.error is None
+    close(refused)

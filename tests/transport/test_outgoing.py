@@ -24,6 +24,7 @@ class Source:
     def __init__(self):
         self.memory = Memory(0, 1 << 30)
         self.users = set()
+        self.retired = False
 
 
 def _order(source, blocks, last_bytes=BLOCK):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import logging
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -101,16 +102,19 @@ class Domain:
         return self._kept(Region(memory, handle, calls.region_key(handle).to_bytes(8, "little"), base))
 
     def release(self, region: Region) -> None:
-        """Closes the region. Idempotent."""
+        """Closes the region. Idempotent. Raises FabricError if it may still be open to a peer."""
         if region.handle:
-            self.close_object("fi_close(mr)", region.handle)
+            error = self.close_object("fi_close(mr)", region.handle)
             region.handle = 0
             self._regions.discard(region)
+            if error is not None:
+                raise error
 
     def close(self) -> None:
         """Its endpoints must be closed before; regions are released here. Idempotent."""
         for region in list(self._regions):
-            self.release(region)
+            with suppress(FabricError):  # logged
+                self.release(region)
         for call, name in (("fi_close(domain)", "handle"), ("fi_close(fabric)", "fabric")):
             if getattr(self, name):
                 self.close_object(call, getattr(self, name))
@@ -124,10 +128,14 @@ class Domain:
         assert out.value is not None
         return out.value
 
-    def close_object(self, call: str, pointer: int) -> None:
+    def close_object(self, call: str, pointer: int) -> FabricError | None:
+        """The error, logged, if it would not close."""
         code = calls.close(pointer)
-        if code:
-            log.warning("%s", self.error(call, code))
+        if not code:
+            return None
+        error = self.error(call, code)
+        log.warning("%s", error)
+        return error
 
     def check(self, call: str, code: int) -> int:
         """Passes a count or zero on. Raises FabricError."""
@@ -153,7 +161,7 @@ class Domain:
         if same:
             raise ProviderUnavailable(
                 f"{self.profile.name} on {self.nic} keeps a cache of registrations, so that a peer's access could not "
-                "be revoked: set FI_MR_CACHE_MAX_COUNT=0 before the process starts (another user of libfabric was first)"
+                "be revoked: set FI_MR_CACHE_MAX_COUNT=0 before the process starts (libfabric was in use already)"
             )
 
     def _local(self, memory: Memory, access: int) -> Region:

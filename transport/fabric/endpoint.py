@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+from contextlib import suppress
 
 from transport.errors import FabricError
 from transport.fabric import abi, calls
@@ -53,15 +54,21 @@ class Endpoint:
         return out.value
 
     def close_ep(self) -> None:
-        """Ends the endpoint; the completion queue stays readable for what it flushed. Idempotent."""
+        """Ends the endpoint; the completion queue stays readable for what it flushed. Idempotent.
+
+        Raises FabricError if it may still be open to a peer.
+        """
         if self.ep:
             local_names.discard(self.name)
-            self._domain.close_object("fi_close(ep)", self.ep)
+            error = self._domain.close_object("fi_close(ep)", self.ep)
             self.ep = 0
+            if error is not None:
+                raise error
 
     def close(self) -> None:
         """Idempotent."""
-        self.close_ep()
+        with suppress(FabricError):  # logged; `close_ep` comes first where it matters
+            self.close_ep()
         for call, name in (("fi_close(cq)", "cq"), ("fi_close(av)", "av")):
             if getattr(self, name):
                 self._domain.close_object(call, getattr(self, name))

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from transport.dll import FabricLibrary
-from transport.errors import FabricError, ProviderUnavailable
+from transport.errors import ProviderUnavailable, TransportError
 from transport.fabric.domain import Domain
 from transport.fabric.info import Offer, Query, offers
 from transport.fabric.profiles import PROFILES, Profile
@@ -34,7 +34,7 @@ def open_domains(library: FabricLibrary, profile: Profile, nics: tuple[str, ...]
     try:
         for rail, offer in sorted(zip(rails, chosen, strict=True), key=lambda pair: pair[0]):
             domains.append(Domain(library, profile, offer, rail))
-    except FabricError:
+    except TransportError:
         for domain in domains:
             domain.close()
         for offer in chosen:

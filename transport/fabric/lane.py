@@ -57,12 +57,19 @@ class Lane:
         self.calm = True
         """No stream comes in, of which the loop takes more at once: the queue was found empty before."""
         self.own_error: TransportError | None = None
+        self.revoked = False
+        """It is closed, and every step that ends the peer's access has succeeded."""
         self._regions: list[Region] = []
         self._turn = 0
         self._phantoms = 0
         try:
             self.mailbox = Mailbox(nic.domain, self.endpoint, self._slots)
-            self._receive()
+            try:
+                self._receive()
+            except FabricError:
+                self.endpoint.close()
+                self.mailbox.close()
+                raise
         except FabricError:
             self.endpoint.close()
             raise
@@ -97,7 +104,7 @@ class Lane:
         """
         if self.closed:
             return
-        self.closed = True
+        self.closed = self.revoked = True
         attempted(self._drain_last, "the last reading of a link's queue")
         for region in self._regions:
             self._revoke(partial(self._domain.release, region))
@@ -194,9 +201,9 @@ class Lane:
     def _note_stall(self, route: Route, alone: bool) -> None:
         """A provider that answers EAGAIN with nothing in flight is connecting, or never will be connected."""
         now = time.monotonic()
-        if route.stalled_since is None:
+        if route.stalled_since is None or not alone:
             route.stalled_since = now
-        elif alone and now - route.stalled_since > self._traffic.stall_timeout_s:
+        elif now - route.stalled_since > self._traffic.stall_timeout_s:
             self._traffic.outgoing.break_path(route.path, self._error("fi_writedata (no connection)", _ETIMEDOUT))
             route.stalled_since = None
 
@@ -207,6 +214,7 @@ class Lane:
 
     def _revoke(self, step: Callable[[], None]) -> None:
         error = attempted(step, "closing a link")
+        self.revoked = self.revoked and error is None
         if error is not None and self.own_error is None:
             text = f"closing the link failed, so its peer may still write to what was exposed: {error}"
             self.own_error = TransportError(text)
@@ -239,6 +247,7 @@ class Lane:
                 moved = True
                 self._traffic.fragments += self.mailbox.settle(events)
             if code == -abi.FI_EAGAIN or code == 0:
+                self._phantoms = 0
                 return moved
             if code == -abi.FI_EAVAIL:
                 if not self._take_error():

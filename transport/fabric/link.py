@@ -43,8 +43,7 @@ class FabricLink:
         self._window = 0
         self._closed = False
         # The same request again (a flag, a ping) is not checked again: requests cannot change.
-        self._last_write: SingleWrite | None = None
-        self._last_order: Order | None = None
+        self._last: tuple[SingleWrite, Order] | None = None
 
     @property
     def address(self) -> LinkAddress:
@@ -65,6 +64,10 @@ class FabricLink:
     @property
     def lost_paths(self) -> tuple[str, ...]:
         return self._end.lost_paths
+
+    @property
+    def revoked(self) -> bool:
+        return self._end.revoked
 
     def expose(self, memory: Memory) -> FabricExposure:
         """Raises LinkClosed, FabricError."""
@@ -95,12 +98,12 @@ class FabricLink:
 
     def write(self, write: SingleWrite, on_done: OnDone | None = None) -> TransferState:
         """Raises ValueError, DescriptorMismatch, NotConnected, LinkClosed."""
-        if write is self._last_write:
-            assert self._last_order is not None
-            return self._submit(self._last_order, None, on_done)
+        last = self._last
+        if last is not None and write is last[0]:
+            return self._submit(last[1], None, on_done)
         order = single_order(write, self._identity.provider)
         transfer = self._submit(order, write.target, on_done)
-        self._last_write, self._last_order = write, order
+        self._last = write, order
         return transfer
 
     def immediate(self, target: RegionDescriptor, imm: Imm, on_done: OnDone | None = None) -> TransferState:

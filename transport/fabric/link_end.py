@@ -66,13 +66,18 @@ class LinkEnd:
         return tuple(f"{names[p.pair[0]]} to NIC {p.pair[1]} of {there}: {p.broken}" for p in self.outgoing.lost)
 
     @property
+    def revoked(self) -> bool:
+        """See `transport.api.Link.revoked`."""
+        return all(lane.revoked for lane in self.lanes)
+
+    @property
     def open_lanes(self) -> list[Lane]:
         return [lane for lane in self.lanes if not lane.closed]
 
     @property
     def blocked(self) -> bool:
         """The provider refused a post for now: the worker must come back soon."""
-        return any(route.stalled_since is not None for route in self._routes)
+        return any(route.stalled_since is not None and route.path.broken is None for route in self._routes)
 
     @property
     def busy(self) -> bool:
@@ -128,7 +133,8 @@ class LinkEnd:
 
     def submit(self, transfer: TransferState) -> None:
         """Queues it, and posts at once what may be."""
-        if len(self._routes) == 1 and transfer.total == 1:
+        source = transfer.order.region
+        if len(self._routes) == 1 and transfer.total == 1 and not (source is not None and source.retired):
             route = self._routes[0]
             if self.lanes[route.path.pair[0]].post_alone(route, transfer):
                 if self._ringer.rings:
@@ -173,6 +179,9 @@ class LinkEnd:
         if moved and self._ringer.rings:
             self._ringer.ring()
         self.stirred = self._unsettled()
+        if not self.stirred:
+            for route in self._routes:  # what was refused has been taken back: nothing is tried again
+                route.stalled_since = None
         return moved
 
     def lose(self, lane: Lane, error: TransportError) -> None:

@@ -83,6 +83,9 @@ PROFILES: dict[str, Profile] = {
     )
 }  # fmt: skip
 
+WITHIN_HOST = frozenset(name for name, profile in PROFILES.items() if profile.reach == "host")
+"""Providers that have no NICs to choose from."""
+
 _LEFT_OUT = {
     "verbs": "its connected endpoints need a connection each way; choose 'verbs;ofi_rxm', which is the same NICs",
     "verbs;ofi_rxd": "it has no RDMA; choose 'verbs;ofi_rxm', which is the same NICs",

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass
 
 from transport.descriptors import Memory, RegionDescriptor
-from transport.errors import FabricError
+from transport.errors import FabricError, ProviderUnavailable, TransportError
 from transport.fabric.domain import Domain, Region
-from transport.transfer import TransferState
+from transport.transfer import TransferState, retire
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class FabricSource:
     def __init__(self, memory: Memory, regions: list[Region | None]) -> None:
         self._memory, self.regions = memory, regions
         self.users: set[TransferState] = set()
+        self.retired = False
 
     @property
     def memory(self) -> Memory:
@@ -51,11 +52,11 @@ class FabricExposure:
 def register_source(nics: list[Nic], memory: Memory) -> FabricSource:
     """Registers it with every NIC that can. Raises FabricError if none can, ProviderUnavailable (no such memory)."""
     regions: list[Region | None] = []
-    failure: FabricError | None = None
+    failure: TransportError | None = None
     for nic in nics:
         try:
             regions.append(nic.domain.register_source(memory))
-        except FabricError as error:
+        except (FabricError, ProviderUnavailable) as error:
             regions.append(None)
             failure = error
     if failure is not None:
@@ -66,7 +67,8 @@ def register_source(nics: list[Nic], memory: Memory) -> FabricSource:
 
 
 def release_source(nics: list[Nic], source: FabricSource) -> None:
-    """Idempotent."""
+    """Idempotent. Raises RegionBusy while something reads from it."""
+    retire(source)
     for nic, region in zip(nics, source.regions, strict=True):
         if region is not None:
             nic.domain.release(region)

@@ -62,6 +62,10 @@ class UcxLink:
     def lost_paths(self) -> tuple[str, ...]:
         return self._end.lost_paths
 
+    @property
+    def revoked(self) -> bool:
+        return self._closed
+
     def expose(self, memory: Memory) -> UcxExposure:
         """Raises LinkClosed, FabricError, ProviderUnavailable."""
         self._check_open()

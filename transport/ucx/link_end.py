@@ -257,6 +257,7 @@ class UcxSource:
     def __init__(self, region: Region) -> None:
         self.region = region
         self.users: set[TransferState] = set()
+        self.retired = False
 
     @property
     def memory(self) -> Memory:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Self
 
 from transport.api import Memory, OnMessage, SourceRegion
-from transport.errors import ProviderUnavailable, RegionBusy, TransportError
+from transport.errors import ProviderUnavailable, TransportError
 from transport.imm import ImmediateCounters
 from transport.ucx.binding import Calls, bind_loops
 from transport.ucx.calls import PROVIDER
@@ -115,10 +115,7 @@ class UcxTransport:
         """Raises RegionBusy, TransportClosed."""
         if not isinstance(region, UcxSource):
             raise TypeError(f"{type(region).__name__} was not made by UcxTransport.register")
-        users = sorted(map(str, list(region.users)))
-        if users:
-            raise RegionBusy(f"the region is still read by {', '.join(users)}: wait for them or close their link")
-        self._worker.release(region.region)
+        self._worker.release(region)
 
     def open_link(self, on_message: OnMessage | None = None) -> UcxLink:
         """Raises FabricError, TransportClosed."""

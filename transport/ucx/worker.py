@@ -15,9 +15,10 @@ from transport.errors import TransportClosed, TransportError, TransportFailed
 from transport.imm import ImmediateCounters
 from transport.inbox import Inbox, attempted
 from transport.outgoing import Outbox
+from transport.transfer import retire
 from transport.ucx.binding import Loops
 from transport.ucx.context import Context, Region
-from transport.ucx.link_end import LinkEnd
+from transport.ucx.link_end import LinkEnd, UcxSource
 from transport.ucx.posting import Rest, precise_sleep
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,13 @@ class Worker:
         region: Region = self.inbox.call(lambda: self._context.register_source(memory))
         return region
 
-    def release(self, region: Region) -> None:
-        self.inbox.call(lambda: self._context.release(region))
+    def release(self, source: UcxSource) -> None:
+        """Raises RegionBusy while something reads from it."""
+        self.inbox.call(lambda: self._release(source))
+
+    def _release(self, source: UcxSource) -> None:
+        retire(source)
+        self._context.release(source.region)
 
     def open_end(self, on_message: OnMessage | None) -> LinkEnd:
         end: LinkEnd = self.inbox.call(lambda: self._open_end(on_message))

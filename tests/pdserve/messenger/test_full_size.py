@@ -1,4 +1,4 @@
-"""One handoff of each reference deployment at full size, without models or caches: the writes are real, the counts exact.
+"""One handoff of each reference deployment at full size, without models or caches: real writes, exact counts.
 
 Every write reads the same source block and lands in the same place, so that it takes no memory to speak of.
 """

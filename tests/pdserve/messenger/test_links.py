@@ -279,6 +279,11 @@ def test_the_wires_of_this_machine() -> None:
     assert find_wires(TransportSettings(provider="ucx")).providers == ("ucx",)
 
 
+def test_named_nics_do_not_keep_a_host_from_its_shared_memory() -> None:
+    with open_wire(TransportSettings(nics=["127.0.0.1"]), "shm") as wire:  # type: ignore[attr-defined]
+        assert wire.provider == "shm"
+
+
 def test_a_wire_is_opened_with_what_the_settings_say() -> None:
     with pytest.raises(TransportError, match=r"203\.0\.113\.9"):
         open_wire(TransportSettings(nics=["203.0.113.9"]), "tcp")

@@ -1,4 +1,4 @@
-"""Handoffs between nodes of several ranks: every rank has its heads, every byte is written once, counts are the plan's."""
+"""Handoffs between nodes of several ranks: each has its heads, each byte is written once, counts are the plan's."""
 
 from __future__ import annotations
 
