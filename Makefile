@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-RDMA_TESTS ?= tests/transport/test_conformance.py tests/transport/test_conformance_messages.py tests/transport/test_conformance_links.py
+RDMA_TESTS ?= tests/transport/test_conformance.py tests/transport/test_conformance_messages.py \
+	tests/transport/test_conformance_links.py tests/transport/test_several_nics.py tests/transport/test_two_processes.py \
+	tests/pdserve/messenger/test_messenger.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-full test-rdma lint format bench
@@ -32,7 +34,7 @@ test-full: $(READY)  ## all tests, slow ones too
 	@$(BIN)/python -m pytest -m ""
 
 test-rdma: $(READY)  ## conformance over verbs, on Soft-RoCE in a virtual machine (Debian, root: installs qemu)
-	@$(BIN)/python tests/rdma_vm/guest.py --env PDSERVE_TEST_TRANSPORTS=verbs $(VENV)/bin/python -m pytest -m "" -q -p no:cacheprovider $(RDMA_TESTS)
+	@$(BIN)/python tests/rdma_vm/guest.py --env PDSERVE_TEST_TRANSPORTS=verbs $(VENV)/bin/python -m pytest -m "" -k verbs -v -p no:cacheprovider $(RDMA_TESTS)
 
 lint: $(READY)  ## ruff, mypy, import layers, file lengths
 	$(BIN)/ruff check .
