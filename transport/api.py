@@ -145,7 +145,11 @@ class Link(Protocol):
     def write(self, write: SingleWrite, on_done: OnDone | None = None) -> Transfer: ...
 
     def immediate(self, target: RegionDescriptor, imm: Imm, on_done: OnDone | None = None) -> Transfer:
-        """A write of no payload: the immediate alone."""
+        """A write of no payload: the immediate alone.
+
+        NICs check no key for it: until the peer has closed its endpoint, it arrives even after a revocation (and is not
+        counted), and `verbs;ofi_rxm` (libfabric 2.5) does not survive one that comes while an endpoint closes.
+        """
         ...
 
     def send(self, message: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -152,3 +153,27 @@ def test_a_doorbell_wakes_and_is_not_rung_too_often():
 def test_only_providers_that_do_not_wake_by_themselves_have_a_doorbell(open_engine):
     with open_engine("tcp")() as tcp, open_engine("shm")() as shm:
         assert tcp.open_link().address.doorbell == b"" != shm.open_link().address.doorbell
+
+
+def test_a_link_that_a_message_closes_takes_no_other(open_engine):
+    """Messages that had come with it are not handed over after the close."""
+    sender, receiver = open_engine("tcp")(), open_engine("tcp")()
+    taken = []
+
+    def take(message):
+        taken.append(message)
+        remote.close()
+
+    with sender, receiver:
+        link, remote = sender.open_link(), receiver.open_link(take)
+        link.connect(remote.address, window=1)
+        remote.connect(link.address, window=0)
+        hold = threading.Event()
+        receiver._worker.inbox.send(hold.wait)
+        for number in range(5):
+            link.send(bytes([number]))
+        time.sleep(0.2)
+        hold.set()
+        eventually(lambda: remote.revoked, 20)
+        receiver._worker.inbox.call(lambda: None)
+        assert taken == [b"\0"]

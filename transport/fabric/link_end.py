@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from transport.api import LinkAddress, Memory
 from transport.doorbell import Ringer
@@ -100,6 +101,11 @@ class LinkEnd:
                 regions[lane.nic.index] = lane.nic.domain.expose(memory)
             except FabricError as error:
                 failed.append((lane, error))
+            except TransportError:  # this memory is not for that provider: nothing is wrong with the NIC
+                for other in (lane for lane in self.open_lanes if lane.nic.index in regions):
+                    step = partial(other.nic.domain.release, regions[other.nic.index])
+                    attempted(step, "taking back an exposure")
+                raise
         if not regions:
             raise failed[0][1]
         for lane, failure in failed:

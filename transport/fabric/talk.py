@@ -65,7 +65,8 @@ class Talk:
         return moved
 
     def end(self) -> None:
-        """The link is closed: nothing more is sent."""
+        """The link is closed: nothing more is sent, and what has come is not handed over any more."""
+        self.on_message = None
         self._way = self._fragment = None
         self._ways = []
 
@@ -84,7 +85,12 @@ class Talk:
                 raise TransportError(f"the link to {peer} is broken: {error}") from error
             outbox.messages_received += len(messages)
             if self.on_message is not None:
-                outbox.messages.extend((self.on_message, message) for message in messages)
+                outbox.messages.extend((self._hand_over, message) for message in messages)
+
+    def _hand_over(self, message: bytes) -> None:
+        """The callback of an earlier message may have closed the link."""
+        if self.on_message is not None:
+            self.on_message(message)
 
     def _send(self) -> bool:
         moved = False

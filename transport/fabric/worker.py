@@ -139,9 +139,13 @@ class Worker:
             raise TransportClosed("the transport is closing")
         end = LinkEnd(self._nics, self._loops, self.outbox, self._stall_timeout_s)
         end.talk.on_message = on_message
-        if not self._spin and not end.wakes:
-            end.doorbell = self._rest.doorbell()
         self._ends.append(end)
+        try:
+            if not self._spin and not end.wakes:
+                end.doorbell = self._rest.doorbell()
+        except OSError as error:
+            self._end(end)
+            raise TransportError(f"a link needs a socket to be woken by, and got none: {error}") from error
         self._watch()
         return end
 
