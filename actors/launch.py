@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,6 +40,7 @@ START_S = 300.0
 READY_S = 120.0
 CLOSE_S = 20.0
 CARDS_S = 5.0
+ENDED_S = 5.0  # for processes that were ended to be gone
 WATCH_S = 2.0
 WATCH_TIMEOUT_S = 10.0
 _CLASSES: dict[Role, Any] = {Role.PREFILL: PrefillNode, Role.DECODE: DecodeNode, Role.COLOCATED: ColocatedNode}
@@ -225,8 +227,10 @@ class Cluster:
         self.nodes = {}
         node_handle.cache_clear()
         self._own_ray.close()
-        for pid in self._pids:  # of nodes that were killed
-            with contextlib.suppress(ValueError, OSError):
+        until = time.monotonic() + ENDED_S
+        for pid in self._pids:
+            _wait_for_end(pid, until)
+            with contextlib.suppress(ValueError, OSError):  # of nodes that were killed
                 remove_leftovers(pid)
 
     def _close_nodes(self) -> None:
@@ -292,3 +296,9 @@ def _quietly(call: Any) -> None:
         call()
     except Exception as error:
         _log.debug("while closing: %s", error)
+
+
+def _wait_for_end(pid: int, until: float) -> None:
+    """A process that has closed its memory a moment ago may still be on its way out."""
+    while time.monotonic() < until and Path(f"/proc/{pid}").exists():
+        time.sleep(0.02)
