@@ -19,6 +19,7 @@ from transport.fabric.profiles import profile_named
 from transport.fabric.regions import FabricSource, Nic
 from transport.fabric.worker import Setting, Worker
 from transport.imm import ImmediateCounters
+from transport.inbox import pin
 
 
 class TransferEngine:
@@ -52,12 +53,17 @@ class TransferEngine:
         domains = open_domains(self._library, self._profile, nics)
         self._nics = [Nic(index, domain) for index, domain in enumerate(domains)]
         self._immediates = ImmediateCounters(on_waiting=lambda: self._worker.inbox.nudge())
-        self._worker = Worker(self._nics, loops, self._immediates, Setting(stall_timeout_s, spin))
+        try:
+            self._worker = Worker(self._nics, loops, self._immediates, Setting(stall_timeout_s, spin))
+        except BaseException:
+            for domain in domains:
+                domain.close()
+            raise
         self._close_lock = threading.Lock()
         self._closed = False
         if cpu is not None:
             try:
-                self._worker.pin(cpu)
+                pin(self._worker.inbox, cpu)
             except ValueError:
                 self.close()
                 raise

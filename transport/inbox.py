@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from transport.errors import TransportClosed, TransportError
 
@@ -117,6 +118,28 @@ class Inbox:
                     function.refuse(failure)
             self._functions = deque(f for f in self._functions if not isinstance(f, _Call))
         self.take()
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def begin(worker: threading.Thread, rest: Closable) -> None:
+    """Starts a worker's thread; `rest` is closed if there can be none. Raises TransportError then."""
+    try:
+        worker.start()
+    except RuntimeError as error:
+        rest.close()
+        raise TransportError(f"no thread could be started for a transport ({error}): too many run here") from error
+
+
+def pin(inbox: Inbox, cpu: int) -> None:
+    """Keeps the worker on one CPU. Raises ValueError, saying which there are; TransportClosed."""
+    try:
+        inbox.call(lambda: os.sched_setaffinity(0, {cpu}))
+    except OSError as error:
+        there = ", ".join(map(str, sorted(os.sched_getaffinity(os.getpid()))))
+        raise ValueError(f"the worker cannot be kept on CPU {cpu} ({error.strerror}); allowed: {there}") from error
 
 
 def guarded(callback: Callable[[Any], None], argument: Any) -> None:

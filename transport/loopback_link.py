@@ -190,6 +190,11 @@ class LoopbackLink:
         """Plays a process that was killed where the wire does not report it: nothing lands, nothing completes."""
         self.silent = True
 
+    def hand_over(self, message: bytes) -> None:
+        """The callback of an earlier message may have closed the link."""
+        if self.on_message is not None and not self.closed:
+            self.on_message(message)
+
     def land(self, landing: Landing) -> tuple[int, int]:
         """A peer's writes arrive. Returns how many landed, and the error number that the peer sees for the next one.
 

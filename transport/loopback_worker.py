@@ -90,7 +90,7 @@ class LoopbackWorker:
             return
         self.outbox.messages_received += len(messages)
         if link.on_message is not None:
-            self.outbox.messages.extend((link.on_message, message) for message in messages)
+            self.outbox.messages.extend((link.hand_over, message) for message in messages)
 
     def _post(self, link: LoopbackLink) -> bool:
         """Each path in turn; another one is the first the next time."""

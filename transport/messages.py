@@ -5,7 +5,8 @@ tells how many it has taken, in every fragment that it sends itself or, when hal
 that carries nothing else. So no more than `credits` fragments are ever under way, and as many receive buffers (and
 `EXTRA_BUFFERS` for what carries only an acknowledgement) are enough: nothing relies on a provider's overrun protection.
 When a NIC dies, what was not acknowledged goes out again elsewhere, and its last fragment asks for an acknowledgement:
-the peer may have taken all of it before. What comes twice is dropped.
+the peer may have taken all of it before. What comes twice is dropped. Only then may more be under way to a NIC that is
+left than it has buffers for: what it had taken, and the same again. A reliable provider holds that back.
 """
 
 from __future__ import annotations

@@ -103,11 +103,6 @@ class Outgoing:
         return list(self._transfers)
 
     @property
-    def names(self) -> list[str]:
-        """The transfers that are not done, in words."""
-        return [str(transfer) for transfer in list(self._transfers)]
-
-    @property
     def lost(self) -> list[Path]:
         return [path for path in self._paths.values() if path.broken is not None]
 

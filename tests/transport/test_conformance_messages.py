@@ -129,9 +129,10 @@ def test_a_message_callback_may_answer_and_write(pair, full):
 
 
 def test_a_link_may_be_closed_from_a_message_callback(pair):
-    closed = threading.Event()
+    closed, heard = threading.Event(), []
 
-    def close(_):
+    def close(message):
+        heard.append(message)
         link.close()
         closed.set()
 
@@ -145,6 +146,7 @@ def test_a_link_may_be_closed_from_a_message_callback(pair):
         link.send(b"hello?")
     pair.link.send(b"others go on")
     eventually(lambda: pair.there == [b"others go on"])
+    assert heard == [b"go away"]
 
 
 def test_no_message_is_heard_after_close(pair):

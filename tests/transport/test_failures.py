@@ -130,7 +130,7 @@ def test_closing_ends_whatever_fails_in_it(step, engines, monkeypatch, caplog):
 
 def test_closing_a_lingering_link_ends_too(stuck, monkeypatch):
     worker, end = stuck.sender._worker, stuck.link._end
-    monkeypatch.setattr(end, "begin_close", lambda linger_s: True)
+    monkeypatch.setattr(end, "begin_close", lambda: True)
     monkeypatch.setattr(end.outgoing, "abandon", _fault)
     worker.inbox.call(lambda: setattr(end.outgoing, "in_flight", 0))
     assert _in_time(stuck.link.close) is None and stuck.sender.error is None

@@ -40,13 +40,6 @@ def fabric_error(
     return kind(call, code, library.strerror(code), place.provider, place.peer, nic=place.nic)
 
 
-def check(library: FabricLibrary, call: str, code: int, provider: str = "") -> int:
-    """Passes a count or zero on; raises FabricError that names the call otherwise."""
-    if code < 0:
-        raise fabric_error(library, call, code, provider)
-    return code
-
-
 def _ops(pointer: int, kind: Any, field: str = "ops") -> Any:
     return getattr(c.cast(pointer, c.POINTER(kind)).contents, field).contents
 
@@ -141,8 +134,3 @@ def wait_fd(cq: int) -> tuple[int, int]:
 def trywait_address(fabric: int) -> int:
     """Of a function of `abi.TRYWAIT`'s shape."""
     return abi.address_of(_ops(fabric, abi.fid_fabric).trywait)
-
-
-def trywait(fabric: int, queues: Any, count: int) -> int:
-    """0 when it is safe to wait on the descriptors of `queues` (an array of `c_void_p`), -FI_EAGAIN when not."""
-    return int(_ops(fabric, abi.fid_fabric).trywait(fabric, queues, count))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes as c
+import errno
 from contextlib import suppress
 
 from transport.errors import FabricError
 from transport.fabric import abi, calls
 from transport.fabric.domain import Domain, local_names
+
+_ENABLE = "fi_enable"
+_TOO_DEEP = " (its queue may be deeper than the NIC has: it grows with FI_UNIVERSE_SIZE, lower that)"
 
 
 class Endpoint:
@@ -30,7 +34,7 @@ class Endpoint:
             self.ep = opened("fi_endpoint", lambda out: calls.open_endpoint(handle, domain.info, out))
             self._check("fi_ep_bind(av)", calls.bind(self.ep, self.av, 0))
             self._check("fi_ep_bind(cq)", calls.bind(self.ep, self.cq, abi.FI_TRANSMIT | abi.FI_RECV))
-            self._check("fi_enable", calls.enable(self.ep))
+            self._check(_ENABLE, calls.enable(self.ep))
             code, self.name = calls.name_of(self.ep)
             self._check("fi_getname", code)
             local_names.add(self.name)
@@ -50,7 +54,7 @@ class Endpoint:
         out = c.c_uint64(abi.FI_ADDR_NOTAVAIL)
         count = calls.insert_address(self.av, name, out)
         if count != 1:
-            raise calls.fabric_error(self._domain.library, "fi_av_insert", count or 22, self._domain.profile.name)
+            raise self._domain.error("fi_av_insert", count or errno.EINVAL)
         return out.value
 
     def close_ep(self) -> None:
@@ -90,4 +94,6 @@ class Endpoint:
             self.cq, self.wait_fd = 0, -1
 
     def _check(self, call: str, code: int) -> None:
-        calls.check(self._domain.library, call, code, self._domain.profile.name)
+        if call == _ENABLE and code == -errno.EINVAL and self._domain.profile.reach == "rdma":
+            call += _TOO_DEEP
+        self._domain.check(call, code)

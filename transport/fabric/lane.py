@@ -149,7 +149,7 @@ class Lane:
         """False if it must be tried again. What fails breaks the path."""
         code = self.mailbox.send(fragment, route.dest, route.path)
         if code == -abi.FI_EAGAIN:
-            self._note_stall(route, not route.path.in_flight and not self.mailbox.sending)
+            self._note_stall(route, "fi_send", alone=not route.path.in_flight and not self.mailbox.sending)
             return False
         route.stalled_since = None
         if code:
@@ -175,7 +175,7 @@ class Lane:
             if posted:
                 moved, route.stalled_since = True, None
             if code == -abi.FI_EAGAIN:
-                self._note_stall(route, not path.in_flight)
+                self._note_stall(route, "fi_writedata", alone=not path.in_flight)
                 break
             if code != 0:
                 outgoing.break_path(path, self._error("fi_writedata", code, posted=True))
@@ -198,13 +198,13 @@ class Lane:
         stop = min(part.stop, part.at + most)
         return Run(order, part.at, stop, part.block_bytes, part.ticket, source, desc, route.dest, key)
 
-    def _note_stall(self, route: Route, alone: bool) -> None:
+    def _note_stall(self, route: Route, call: str, *, alone: bool) -> None:
         """A provider that answers EAGAIN with nothing in flight is connecting, or never will be connected."""
         now = time.monotonic()
         if route.stalled_since is None or not alone:
             route.stalled_since = now
         elif now - route.stalled_since > self._traffic.stall_timeout_s:
-            self._traffic.outgoing.break_path(route.path, self._error("fi_writedata (no connection)", _ETIMEDOUT))
+            self._traffic.outgoing.break_path(route.path, self._error(f"{call} (no connection)", _ETIMEDOUT))
             route.stalled_since = None
 
     def _receive(self) -> None:

@@ -47,6 +47,7 @@ class LinkEnd:
         self._ringer = Ringer(b"")
         self._routes: list[Route] = []
         self._own_error: TransportError | None = None
+        self._linger_s = nics[0].domain.profile.linger_s
 
     @property
     def peer(self) -> str:
@@ -204,11 +205,11 @@ class LinkEnd:
         else:
             raise error
 
-    def begin_close(self, linger_s: float) -> bool:
+    def begin_close(self) -> bool:
         """Posts nothing more. True if it is worth lingering for what is in flight (see `Profile.receiver_pulls`)."""
         healthy = self.outgoing.broken is None
         self.outgoing.break_off(LinkClosed(f"the link to {self.peer or 'its peer'} was closed"))
-        return healthy and (self.talk.busy or (self.outgoing.in_flight > 0 and linger_s > 0))
+        return healthy and (self.talk.busy or (self.outgoing.in_flight > 0 and self._linger_s > 0))
 
     @property
     def drained(self) -> bool:

@@ -13,6 +13,7 @@ refused. It has not run on a ConnectX or any other RDMA NIC yet.
 `efa`: written after the manual pages and headers of libfabric 2.1, which say nothing of revocation: so it is not
 promised. A peer is heard only once its address was inserted, so both sides of a link connect before the first write.
 It has not run on hardware yet.
+`shm` does not report a killed peer, the others do: there the caller learns it otherwise and closes the link.
 No provider is given FI_MORE: writes are posted singly (`fi_writedata`), and on EFA batches are known to hang.
 """
 
@@ -34,8 +35,6 @@ class Profile:
 
     name: str
     """As the settings say it; the same on both sides, whatever the library calls the provider."""
-    reports_death: bool
-    """Writes towards a killed peer fail. Where not, the caller must learn it otherwise and close the link."""
     revokes: bool
     """After regions and endpoint were closed no byte of the peer lands (`Transport.revokes`). Only where shown."""
     receiver_pulls: bool = False
@@ -72,13 +71,13 @@ class Profile:
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
-        Profile("efa", reports_death=True, revokes=False, reach="rdma", spins=True, cq_depth=8192,
+        Profile("efa", revokes=False, reach="rdma", spins=True, cq_depth=8192,
                 api_version=(1, 18), other_fabrics=("efa-direct",)),
-        Profile("verbs;ofi_rxm", reports_death=True, revokes=True, reach="rdma", wait="fd", spins=True),
-        Profile("tcp", reports_death=True, revokes=True, wait="fd"),
-        Profile("tcp;ofi_rxm", reports_death=True, revokes=True, wait="fd"),
-        Profile("sockets", reports_death=True, revokes=True, wait="fd"),
-        Profile("shm", reports_death=False, revokes=True, receiver_pulls=True, linger_s=0.25, within_process=False,
+        Profile("verbs;ofi_rxm", revokes=True, reach="rdma", wait="fd", spins=True),
+        Profile("tcp", revokes=True, wait="fd"),
+        Profile("tcp;ofi_rxm", revokes=True, wait="fd"),
+        Profile("sockets", revokes=True, wait="fd"),
+        Profile("shm", revokes=True, receiver_pulls=True, linger_s=0.25, within_process=False,
                 reach="host"),
     )
 }  # fmt: skip

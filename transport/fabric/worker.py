@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
 from transport.api import Memory, OnMessage
+from transport.closing import Closing
 from transport.errors import TransportClosed, TransportError, TransportFailed
 from transport.fabric import abi
 from transport.fabric.lane import Lane
@@ -22,15 +21,13 @@ from transport.fabric.posting import Loops
 from transport.fabric.regions import FabricSource, Nic, register_source, release_source
 from transport.fabric.rest import Rest, precise_sleep
 from transport.imm import ImmediateCounters
-from transport.inbox import Inbox, attempted
+from transport.inbox import Inbox, attempted, begin
 from transport.outgoing import Outbox
 from transport.transfer import TransferState
 
 log = logging.getLogger(__name__)
 
 _NOTHING = (-abi.FI_EAGAIN, 0)
-_LINGER_S = 0.25
-"""How long a link that closes waits for messages that are on their way out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +55,17 @@ class Worker:
         self.inbox = Inbox(self._rest.wake)
         self._ends: list[LinkEnd] = []
         self._watched: list[tuple[LinkEnd, Lane]] = []
-        self._lingering: list[tuple[LinkEnd, float, threading.Event]] = []
-        self._closed_now: list[threading.Event] = []
+        self._closing = Closing[LinkEnd](self._end, self._pump_all)
         self._stopping = False
         self._fault: BaseException | None = None
         self._sleep_ns = SHORTEST_NS
         self._parking = Parking(self.inbox)
         self._thread = threading.Thread(target=self._run, name=f"transport-{self._profile.name}", daemon=True)
-        self._thread.start()
+        begin(self._thread, self._rest)
 
     @property
     def links_open(self) -> int:
         return len(self._ends)
-
-    def pin(self, cpu: int) -> None:
-        """Keeps the thread on one CPU. Raises ValueError, saying which there are."""
-        try:
-            self.inbox.call(lambda: os.sched_setaffinity(0, {cpu}))
-        except OSError as error:
-            there = ", ".join(map(str, sorted(os.sched_getaffinity(os.getpid()))))
-            raise ValueError(f"the worker cannot be kept on CPU {cpu} ({error.strerror}); allowed: {there}") from error
 
     def register(self, memory: Memory) -> FabricSource:
         """Raises FabricError if no NIC can register it."""
@@ -108,11 +96,11 @@ class Worker:
     def close_end(self, end: LinkEnd) -> None:
         """Returns when the link is closed and its callbacks have been called. Idempotent."""
         if self.inbox.on_worker:
-            self._close_here([end])
+            self._closing.at_once([end])
             return
         closed = threading.Event()
         try:
-            self.inbox.send(lambda: self._begin_close(end, closed))
+            self.inbox.send(lambda: self._closing.begin(end, closed))
         except TransportClosed:
             return
         closed.wait()
@@ -165,41 +153,12 @@ class Worker:
                 transfer.finish()
                 self.outbox.finished.append(transfer)
 
-    def _begin_close(self, end: LinkEnd, closed: threading.Event) -> None:
-        lingers = False
-        try:
-            lingers = end.begin_close(self._profile.linger_s)
-        finally:
-            if lingers:
-                self._lingering.append((end, time.monotonic() + _LINGER_S, closed))
-            else:
-                self._end(end)
-                self._closed_now.append(closed)
-
-    def _close_here(self, ends: list[LinkEnd]) -> None:
-        deadline = time.monotonic() + _LINGER_S
-        try:
-            lingering = [end for end in ends if end.begin_close(self._profile.linger_s)]
-            while not all(end.drained or end.closed for end in lingering) and time.monotonic() < deadline:
-                for end in lingering:
-                    self._pump_all(end)
-        finally:
-            for end in ends:
-                self._end(end)
-
     def _end(self, end: LinkEnd, error: TransportError | None = None) -> None:
         """Whatever closing does, the link is not looked at again."""
         attempted(end.close if error is None else partial(end.fail, error), "closing a link")
         if end in self._ends:
             self._ends.remove(end)
         self._watch()
-
-    def _end_lingering(self) -> None:
-        now = time.monotonic()
-        for entry in [e for e in self._lingering if e[0].closed or e[0].drained or e[1] < now]:
-            self._lingering.remove(entry)
-            self._end(entry[0])
-            self._closed_now.append(entry[2])
 
     def _watch(self) -> None:
         self._watched = [(end, lane) for end in self._ends for lane in end.open_lanes]
@@ -240,8 +199,8 @@ class Worker:
             elif self._parking.taken:
                 lane.calm = True
             moved = self._pump(end, lane, entries if entries > 0 else 0) or moved
-        if self._lingering:
-            self._end_lingering()
+        if self._closing.lingering:
+            self._closing.turn()
         # What a callback has asked for may have to wait for the next turn: no rest before it.
         moved = self._call_back() or moved
         if moved:
@@ -284,7 +243,7 @@ class Worker:
             return ALONE
         if self._spin:
             return SPIN
-        closing = bool(self._lingering)
+        closing = bool(self._closing.lingering)
         # Within one host, whoever writes to what is armed rings.
         armed = self._counters.waiting > 0 and self._profile.reach != "host"
         busy = closing or armed or any(end.busy for end in self._ends)
@@ -295,24 +254,22 @@ class Worker:
         """True if there was something to deliver."""
         outbox = self.outbox
         due = bool(outbox.imms or outbox.messages or outbox.finished)
-        if not due and not self._closed_now:
+        if not due and not self._closing.ended:
             return False
         try:
             self.outbox.deliver(self._counters)
         finally:
-            for event in self._closed_now:
-                event.set()
-            self._closed_now.clear()
+            self._closing.tell()
         return due
 
     def _end_all(self) -> None:
         self._stopping = True
         ends = list(self._ends)
-        close = self._close_here if self.error is None else self._fail_all
+        close = self._closing.at_once if self.error is None else self._fail_all
         attempted(partial(close, ends), "closing the links of a transport")
         attempted(partial(self.inbox.end, self.error), "ending a transport")
-        self._closed_now += [closed for _, _, closed in self._lingering]
         attempted(self._call_back, "the last callbacks of a transport")
+        self._closing.tell_all()
         for nic in self._nics:
             attempted(nic.domain.close, "closing a domain")
         self._rest.close()

@@ -73,7 +73,11 @@ class Channel:
         self.ep, self._peer = out.value or 0, peer
         self.poster = Poster(self._loops, self._context.table, self.worker, self.arrivals.block, depth)
         self.poster.direct(self.ep, peer)
-        self._check("ucp_am_send_nbx", self.send(loops.HELLO, flags=abi.UCP_AM_SEND_FLAG_REPLY))
+        try:
+            self._check("ucp_am_send_nbx", self.send(loops.HELLO, flags=abi.UCP_AM_SEND_FLAG_REPLY))
+        except FabricError:
+            self.close_ep(flush=False)
+            raise
 
     def send(self, kind: int, data: bytes = b"", flags: int = 0) -> int:
         """Sends a frame to the peer; 0 or a negative status."""

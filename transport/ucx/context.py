@@ -42,9 +42,11 @@ class Context:
         self.handle = 0
         self._regions: set[Region] = set()
         self.handle = self._opened()
-        attr = abi.ucp_context_attr(field_mask=abi.UCP_ATTR_FIELD_MEMORY_TYPES)
-        calls.check(library, "ucp_context_query", library.lib.ucp_context_query(self.handle, c.byref(attr)))
-        self._memory_types = int(attr.memory_types)
+        try:
+            self._memory_types = self._queried()
+        except FabricError:
+            self.close()
+            raise
 
     @property
     def revokes(self) -> bool:
@@ -138,6 +140,13 @@ class Context:
         calls.check(self.library, "ucp_init", status)
         assert out.value is not None
         return out.value
+
+    def _queried(self) -> int:
+        """The kinds of memory that it takes, one bit each."""
+        attr = abi.ucp_context_attr(field_mask=abi.UCP_ATTR_FIELD_MEMORY_TYPES)
+        status = self.library.lib.ucp_context_query(self.handle, c.byref(attr))
+        calls.check(self.library, "ucp_context_query", status)
+        return int(attr.memory_types)
 
     def _set(self, config: c.c_void_p, name: str, value: str) -> None:
         status = self.library.lib.ucp_config_modify(config, name.encode(), value.encode())

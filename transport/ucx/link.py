@@ -64,7 +64,7 @@ class UcxLink:
 
     @property
     def revoked(self) -> bool:
-        return self._closed
+        return self._end.revoked
 
     def expose(self, memory: Memory) -> UcxExposure:
         """Raises LinkClosed, FabricError, ProviderUnavailable."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from functools import partial
 
@@ -20,9 +19,6 @@ from transport.ucx.context import Context, Region
 
 log = logging.getLogger(__name__)
 
-_MAX_WRITE_BYTES = 1 << 40
-"""UCX cuts what is too long for a transport by itself."""
-
 
 class LinkEnd:
     """Raises FabricError from its constructor. `pump` raises when the link cannot be used any more."""
@@ -31,13 +27,12 @@ class LinkEnd:
         self._context, self._outbox, self._stall_timeout_s = context, outbox, stall_timeout_s
         self.channel = Channel(context, bound)
         self.names, self.rails = (self.channel.name,), (0,)
-        self.max_write_bytes = _MAX_WRITE_BYTES
         self.outgoing = Outgoing(outbox)
         self.flow = MessageFlow()
         self.on_message: OnMessage | None = None
         self.closed = False
-        self.quiet: list[threading.Event] = []
-        """Set when nothing is queued or in flight."""
+        self.revoked = False
+        """See `transport.api.Link.revoked`."""
         self._path: Path | None = None
         self._window = 0
         self._welcomed = False
@@ -152,13 +147,21 @@ class LinkEnd:
             return
         self.closed = True
         attempted(partial(self._take, False), "the last reading of a link")
+        self.on_message = None
         orderly = self.outgoing.error is None and self._welcomed and not self.outgoing.in_flight
         attempted(partial(self.channel.close_ep, flush=orderly), "closing an endpoint")
-        attempted(self.channel.close, "closing a UCX worker")
+        failures = [attempted(self.channel.close, "closing a UCX worker")]
         for region in self._regions:
-            attempted(partial(self._context.release, region), "giving back what a link exposed")
+            failures.append(attempted(partial(self._context.release, region), "giving back what a link exposed"))
         self._regions = []
+        self._note_revocation(next((failure for failure in failures if failure is not None), None))
         self.outgoing.abandon()
+
+    def _note_revocation(self, failure: Exception | None) -> None:
+        self.revoked = failure is None
+        if failure is not None and self._own_error is None:
+            text = f"closing the link failed, so its peer may still write to what was exposed: {failure}"
+            self._own_error = TransportError(text)
 
     def _take(self, lively: bool) -> bool:
         """Counts what is complete, and takes what has arrived. `lively`: failures count."""
@@ -201,7 +204,12 @@ class LinkEnd:
             raise TransportError(f"the link to {self.peer or 'its peer'} is broken: {error}") from error
         self._outbox.messages_received += len(messages)
         if self.on_message is not None:
-            self._outbox.messages.extend((self.on_message, message) for message in messages)
+            self._outbox.messages.extend((self._hand_over, message) for message in messages)
+
+    def _hand_over(self, message: bytes) -> None:
+        """The callback of an earlier message may have closed the link."""
+        if self.on_message is not None:
+            self.on_message(message)
 
     def _post(self) -> bool:
         path, moved = self._path, False

@@ -11,6 +11,7 @@ from typing import Self
 from transport.api import Memory, OnMessage, SourceRegion
 from transport.errors import ProviderUnavailable, TransportError
 from transport.imm import ImmediateCounters
+from transport.inbox import pin
 from transport.ucx.binding import Calls, bind_loops
 from transport.ucx.calls import PROVIDER
 from transport.ucx.context import opened
@@ -53,12 +54,16 @@ class UcxTransport:
         self._incarnation = secrets.randbits(64)
         self._context = opened(self._library, tls, nics)
         self._immediates = ImmediateCounters(on_waiting=lambda: self._worker.inbox.nudge())
-        self._worker = Worker(self._context, loops, self._immediates, stall_timeout_s)
+        try:
+            self._worker = Worker(self._context, loops, self._immediates, stall_timeout_s)
+        except BaseException:
+            self._context.close()
+            raise
         self._close_lock = threading.Lock()
         self._closed = False
         if cpu is not None:
             try:
-                self._worker.pin(cpu)
+                pin(self._worker.inbox, cpu)
             except ValueError:
                 self.close()
                 raise

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
 from transport.api import Memory, OnMessage
+from transport.closing import Closing
 from transport.errors import TransportClosed, TransportError, TransportFailed
 from transport.imm import ImmediateCounters
-from transport.inbox import Inbox, attempted
+from transport.inbox import Inbox, attempted, begin
 from transport.outgoing import Outbox
 from transport.transfer import retire
 from transport.ucx.binding import Loops
@@ -28,8 +27,6 @@ _BUSY_NS = 5_000_000
 """Longest sleep while something is armed or under way: UCX's descriptors wake it, this only bounds a lost wake-up."""
 _BLOCKED_NS = 50_000_000
 _IDLE_NS = 1_000_000_000
-_LINGER_S = 0.25
-"""How long a link that closes waits for messages that are on their way out."""
 
 
 class Worker:
@@ -46,25 +43,16 @@ class Worker:
         self._rest = Rest(loops, context.table)
         self.inbox = Inbox(self._rest.wake)
         self._ends: list[LinkEnd] = []
-        self._lingering: list[tuple[LinkEnd, float, threading.Event]] = []
-        self._closed_now: list[threading.Event] = []
+        self._closing = Closing[LinkEnd](self._end, self._pump)
         self._stopping = False
         self._fault: BaseException | None = None
         self._polling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="transport-ucx", daemon=True)
-        self._thread.start()
+        begin(self._thread, self._rest)
 
     @property
     def links_open(self) -> int:
         return len(self._ends)
-
-    def pin(self, cpu: int) -> None:
-        """Keeps the thread on one CPU. Raises ValueError, saying which there are."""
-        try:
-            self.inbox.call(lambda: os.sched_setaffinity(0, {cpu}))
-        except OSError as error:
-            there = ", ".join(map(str, sorted(os.sched_getaffinity(os.getpid()))))
-            raise ValueError(f"the worker cannot be kept on CPU {cpu} ({error.strerror}); allowed: {there}") from error
 
     def register(self, memory: Memory) -> Region:
         """Raises FabricError, ProviderUnavailable."""
@@ -91,22 +79,14 @@ class Worker:
     def close_end(self, end: LinkEnd) -> None:
         """Returns when the link is closed and its callbacks have been called. Idempotent."""
         if self.inbox.on_worker:
-            self._close_here([end])
+            self._closing.at_once([end])
             return
         closed = threading.Event()
         try:
-            self.inbox.send(lambda: self._begin_close(end, closed))
+            self.inbox.send(lambda: self._closing.begin(end, closed))
         except TransportClosed:
             return
         closed.wait()
-
-    def quiesce(self, end: LinkEnd, timeout_s: float | None) -> bool:
-        """Waits until nothing is queued or in flight on the link; False on timeout. Raises TransportClosed."""
-        if self.inbox.on_worker:
-            return self._quiesce_here(end, timeout_s)
-        quiet = threading.Event()
-        self.inbox.send(lambda: end.quiet.append(quiet))
-        return quiet.wait(timeout_s) or not end.outgoing.busy
 
     @contextmanager
     def polling(self) -> Iterator[Callable[[], None]]:
@@ -153,49 +133,12 @@ class Worker:
         self._watch()
         return end
 
-    def _begin_close(self, end: LinkEnd, closed: threading.Event) -> None:
-        lingers = False
-        try:
-            lingers = end.begin_close()
-        finally:
-            if lingers:
-                self._lingering.append((end, time.monotonic() + _LINGER_S, closed))
-            else:
-                self._end(end)
-                self._closed_now.append(closed)
-
-    def _close_here(self, ends: list[LinkEnd]) -> None:
-        deadline = time.monotonic() + _LINGER_S
-        try:
-            lingering = [end for end in ends if end.begin_close()]
-            while not all(end.drained or end.closed for end in lingering) and time.monotonic() < deadline:
-                for end in lingering:
-                    self._pump(end)
-        finally:
-            for end in ends:
-                self._end(end)
-
-    def _quiesce_here(self, end: LinkEnd, timeout_s: float | None) -> bool:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while end.outgoing.busy and (deadline is None or time.monotonic() < deadline):
-            self._pump(end)
-        return not end.outgoing.busy
-
     def _end(self, end: LinkEnd, error: TransportError | None = None) -> None:
         """Whatever closing does, the link is not looked at again."""
         attempted(end.close if error is None else partial(end.fail, error), "closing a link")
-        self._closed_now += end.quiet
-        end.quiet = []
         if end in self._ends:
             self._ends.remove(end)
         self._watch()
-
-    def _end_lingering(self) -> None:
-        now = time.monotonic()
-        for entry in [e for e in self._lingering if e[0].closed or e[0].drained or e[1] < now]:
-            self._lingering.remove(entry)
-            self._end(entry[0])
-            self._closed_now.append(entry[2])
 
     def _watch(self) -> None:
         self._rest.watch([(end.channel.worker, end.channel.event_fd) for end in self._ends])
@@ -226,8 +169,8 @@ class Worker:
         moved = self.inbox.take()
         for end in tuple(self._ends):
             moved = self._pump(end) or moved
-        if self._lingering:
-            self._end_lingering()
+        if self._closing.lingering:
+            self._closing.turn()
         self._call_back()
         return moved
 
@@ -245,7 +188,7 @@ class Worker:
         # First, so that who begins to wait after `busy` is known wakes this thread.
         if not self.inbox.begin_rest():
             return
-        busy = bool(self._lingering) or self._counters.waiting > 0 or any(end.busy for end in self._ends)
+        busy = bool(self._closing.lingering) or self._counters.waiting > 0 or any(end.busy for end in self._ends)
         blocked = any(end.blocked for end in self._ends)
         self._rest(_SPINS if busy else 0, _BLOCKED_NS if blocked else _BUSY_NS if busy else _IDLE_NS)
         self.inbox.end_rest()
@@ -254,22 +197,16 @@ class Worker:
         try:
             self.outbox.deliver(self._counters)
         finally:
-            for end in self._ends:
-                if end.quiet and not end.outgoing.busy:
-                    self._closed_now += end.quiet
-                    end.quiet = []
-            for event in self._closed_now:
-                event.set()
-            self._closed_now.clear()
+            self._closing.tell()
 
     def _end_all(self) -> None:
         self._stopping = True
         ends = list(self._ends)
-        close = self._close_here if self.error is None else self._fail_all
+        close = self._closing.at_once if self.error is None else self._fail_all
         attempted(partial(close, ends), "closing the links of a transport")
         attempted(partial(self.inbox.end, self.error), "ending a transport")
-        self._closed_now += [closed for _, _, closed in self._lingering]
         attempted(self._call_back, "the last callbacks of a transport")
+        self._closing.tell_all()
         attempted(self._context.close, "closing a UCX context")
         self._rest.close()
 
