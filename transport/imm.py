@@ -33,8 +33,37 @@ def split_imm(imm: int) -> tuple[int, int]:
 OnFull = Callable[[Imm], None]
 Fired = tuple[OnFull, Imm]
 
-_FEW = 8
+FEW = 8
 """Up to so many immediates a plain loop beats numpy's sort."""
+
+
+def times_each(values: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """The distinct ones of a batch that is not empty, and how often each is there."""
+    if (values == values[0]).all():  # by far the most frequent case, and a tenth of the time
+        return [(int(values[0]), len(values))]
+    distinct, counts = np.unique(values, return_counts=True)
+    return list(zip(distinct.tolist(), counts.tolist(), strict=True))
+
+
+class Watched:
+    """What a compiled loop looks at to see whether an immediate fills a counter, `(2**20,) int64` each, by slot.
+
+    `armed` is the immediate plus one (0: none); `left` is what it lacks. The loop takes from `left` what it sees, and
+    who counts sets it right: between the two it is a hint. Pages that are not touched take no memory.
+    """
+
+    def __init__(self) -> None:
+        self.armed = np.zeros(1 << SLOT_BITS, np.int64)
+        self.left = np.zeros(1 << SLOT_BITS, np.int64)
+        self._armed, self._left = self.armed.data, self.left.data  # the same: Python writes single numbers faster
+
+    def set(self, imm: int, left: int) -> None:
+        slot = imm & _SLOT_MASK
+        self._left[slot] = left
+        self._armed[slot] = imm + 1
+
+    def clear(self, slot: int) -> None:
+        self._armed[slot] = 0
 
 
 @dataclass(slots=True)
@@ -57,6 +86,7 @@ class ImmediateCounters:
     """
 
     def __init__(self, on_waiting: Callable[[], None] | None = None) -> None:
+        self.watched = Watched()
         self._lock = threading.Lock()
         self._slots: dict[int, _Counter] = {}
         self._on_waiting = on_waiting
@@ -88,6 +118,7 @@ class ImmediateCounters:
                 raise ValueError(f"slot {slot} is already armed, with generation {split_imm(held.imm)[1]}")
             counter = _Counter(imm, expected, on_full, fired=expected == 0)
             self._slots[slot] = counter
+            self.watched.set(imm, expected)
             self._waiting += not counter.fired
         self._announce(counter)
 
@@ -99,6 +130,7 @@ class ImmediateCounters:
             counter = self._armed(imm)
             self._waiting -= not counter.fired
             counter.expected, counter.on_full = expected, on_full
+            self.watched.set(imm, expected - counter.received)
             counter.fired = counter.full
             self._waiting += not counter.fired
         self._announce(counter)
@@ -111,6 +143,7 @@ class ImmediateCounters:
         with self._lock:
             counter = self._armed(imm)
             del self._slots[split_imm(imm)[0]]
+            self.watched.clear(split_imm(imm)[0])
             self._waiting -= not counter.fired
             return counter.received
 
@@ -118,12 +151,11 @@ class ImmediateCounters:
         """Counts the immediates of one drained batch; the caller calls what is returned, outside of any lock."""
         fired: list[Fired] = []
         with self._lock:
-            if len(values) <= _FEW:
+            if len(values) <= FEW:
                 for value in values:
                     self._count_one(int(value), 1, fired)
                 return fired
-            distinct, counts = np.unique(values, return_counts=True)
-            for value, times in zip(distinct.tolist(), counts.tolist(), strict=True):
+            for value, times in times_each(np.asarray(values)):
                 self._count_one(value, times, fired)
         return fired
 
@@ -133,6 +165,7 @@ class ImmediateCounters:
             self._late += times
             return
         counter.received += times
+        self.watched.set(value, counter.expected - counter.received)
         self._overflow += min(times, max(0, counter.received - counter.expected))
         if counter.full and not counter.fired:
             counter.fired = True

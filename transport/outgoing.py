@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transport.errors import LinkClosed, TransportError
-from transport.imm import ImmediateCounters
+from transport.imm import ImmediateCounters, times_each
 from transport.inbox import guarded
 from transport.shard import Pair, deal, pairings
 from transport.transfer import UNREGISTERED, Part, TransferState
@@ -146,13 +146,9 @@ class Outgoing:
     def completed(self, tickets: NDArray[np.int64]) -> None:
         """One write of each ticket has completed."""
         if len(self._outstanding) == 1:
-            pairs = [(next(iter(self._outstanding)), len(tickets))]
-        elif len(tickets) == 1:
-            pairs = [(int(tickets[0]), 1)]
-        else:
-            distinct, counts = np.unique(tickets, return_counts=True)
-            pairs = list(zip(distinct.tolist(), counts.tolist(), strict=True))
-        for ticket, count in pairs:
+            self.completed_of(next(iter(self._outstanding)), len(tickets))
+            return
+        for ticket, count in times_each(tickets):
             self.completed_of(ticket, count)
 
     def completed_of(self, ticket: int, count: int) -> None:

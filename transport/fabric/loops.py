@@ -25,6 +25,9 @@ _REMOTE_WRITE = 1 << 13
 _WRITE_BITS = 1 << 9 | _REMOTE_WRITE
 _EAGAIN = -11
 _REFUSALS = 64
+_SLOT_MASK = (1 << 20) - 1
+_STREAM_SPIN_NS = 500000
+_COLLECT_NS = 2000000
 _MONOTONIC = 1
 
 
@@ -81,6 +84,49 @@ def peek(read: int, cq: int, buffer: int, capacity: int) -> int:
     return code
 
 
+def take(
+    entries: Any,
+    count: int,
+    contexts: int,
+    slots: int,
+    owner: Any,
+    free: Any,
+    top: Any,
+    tickets: Any,
+    imms: Any,
+    events: Any,
+    filled: Any,
+) -> int:
+    """Sorts `count` entries into the outputs; `filled` says how many each has: tickets, immediates, events.
+
+    Events are completed messages, as pairs of slot (from the first message slot on) and length. Returns 1 if the
+    outputs have no room for as many entries again.
+    """
+    capacity = entries.shape[0] // _ENTRY_WORDS
+    most = min(tickets.shape[0], imms.shape[0], events.shape[0] // 2) - capacity
+    writes = owner.shape[0]
+    for i in range(count):
+        # First by the flag: a completion of the peer's write may carry a stale context of our own.
+        if entries[_ENTRY_WORDS * i + 1] & _WRITE_BITS == _REMOTE_WRITE:
+            imms[filled[1]] = entries[_ENTRY_WORDS * i + 4] & 0xFFFFFFFF
+            filled[1] += 1
+            continue
+        slot = (entries[_ENTRY_WORDS * i] - contexts) // _CONTEXT_BYTES
+        if 0 <= slot < writes:
+            if owner[slot] == 0:
+                continue
+            tickets[filled[0]] = owner[slot]
+            owner[slot] = 0
+            filled[0] += 1
+            free[top[0]] = slot
+            top[0] += 1
+        elif writes <= slot < slots:
+            events[2 * filled[2]] = slot - writes
+            events[2 * filled[2] + 1] = entries[_ENTRY_WORDS * i + 2]
+            filled[2] += 1
+    return 1 if max(filled[0], filled[1], filled[2]) > most else 0
+
+
 def drain(
     read: int,
     cq: int,
@@ -95,51 +141,103 @@ def drain(
     tickets: Any,
     imms: Any,
     events: Any,
-) -> tuple[int, int, int, int]:
+    filled: Any,
+) -> int:
     """Takes the `count` entries that were read before, then reads on until the queue is empty or the outputs full.
 
-    Returns (tickets, immediates, events, code): code is -EAGAIN when empty, positive when there may be more. Events are
-    completed messages, as pairs of slot (from the first message slot on) and length.
+    Returns the last code: -EAGAIN when the queue is empty, positive when there may be more. See `take`.
     """
-    capacity = entries.shape[0] // _ENTRY_WORDS
-    most = min(tickets.shape[0], imms.shape[0], events.shape[0] // 2) - capacity
-    writes = owner.shape[0]
-    n_tickets = 0
-    n_imms = 0
-    n_events = 0
+    filled[:] = 0
     code = count
     if code == 0:
-        code = call_read(read, cq, entries_address, capacity)
+        code = call_read(read, cq, entries_address, entries.shape[0] // _ENTRY_WORDS)
     while code > 0:
-        for i in range(code):
-            # First by the flag: a completion of the peer's write may carry a stale context of our own.
-            if entries[_ENTRY_WORDS * i + 1] & _WRITE_BITS == _REMOTE_WRITE:
-                imms[n_imms] = entries[_ENTRY_WORDS * i + 4] & 0xFFFFFFFF
-                n_imms += 1
-                continue
-            slot = (entries[_ENTRY_WORDS * i] - contexts) // _CONTEXT_BYTES
-            if 0 <= slot < writes:
-                if owner[slot] == 0:
-                    continue
-                tickets[n_tickets] = owner[slot]
-                owner[slot] = 0
-                n_tickets += 1
-                free[top[0]] = slot
-                top[0] += 1
-            elif writes <= slot < slots:
-                events[2 * n_events] = slot - writes
-                events[2 * n_events + 1] = entries[_ENTRY_WORDS * i + 2]
-                n_events += 1
-        if n_tickets > most or n_imms > most or n_events > most:
+        if take(entries, code, contexts, slots, owner, free, top, tickets, imms, events, filled):
             break
-        code = call_read(read, cq, entries_address, capacity)
-    return n_tickets, n_imms, n_events, code
+        code = call_read(read, cq, entries_address, entries.shape[0] // _ENTRY_WORDS)
+    return code
+
+
+def stream(
+    write: int,
+    ep: int,
+    desc: int,
+    dest: int,
+    key: int,
+    imm: int,
+    length: int,
+    source: int,
+    source_stride: int,
+    source_index: Any,
+    target: int,
+    target_stride: int,
+    target_index: Any,
+    start: int,
+    stop: int,
+    ticket: int,
+    contexts: int,
+    owner: Any,
+    free: Any,
+    top: Any,
+    room: int,
+    read: int,
+    cq: int,
+    entries: Any,
+    entries_address: int,
+    slots: int,
+    tickets: Any,
+    imms: Any,
+    events: Any,
+    filled: Any,
+    slice_ns: int,
+    clock: int,
+    timespec: Any,
+    timespec_address: int,
+) -> tuple[int, int, int]:
+    """`post`, with `drain` whenever the room is full, until all are posted, something fails or `slice_ns` are over.
+
+    `room` is how many may be posted before others complete. Returns (how many were posted, last code of a post, last
+    code of a read); see `post`, `drain`.
+    """
+    filled[:] = 0
+    n = start
+    posted = 0
+    code = 0
+    got = 0
+    until = 0
+    while True:
+        before = filled[0]
+        posted, code = post(
+            write, ep, desc, dest, key, imm, length, source, source_stride, source_index,
+            target, target_stride, target_index, n, min(stop, n + room), ticket, contexts, owner, free, top,
+        )  # fmt: skip
+        n += posted
+        room -= posted
+        if n == stop or (code != 0 and code != _EAGAIN):
+            return n - start, code, _EAGAIN
+        got = call_read(read, cq, entries_address, entries.shape[0] // _ENTRY_WORDS)
+        if got > 0:
+            if take(entries, got, contexts, slots, owner, free, top, tickets, imms, events, filled):
+                return n - start, code, got
+            room += filled[0] - before
+        elif got != _EAGAIN and got != 0:
+            return n - start, code, got
+        call_clock(clock, _MONOTONIC, timespec_address)
+        now = timespec[0] * 1000000000 + timespec[1]
+        if until == 0:
+            until = now + slice_ns
+        if now >= until:
+            return n - start, code, got
 
 
 def rest(
     queues: Any,
     queues_address: int,
-    capacity: int,
+    entries: Any,
+    entries_address: int,
+    imms: Any,
+    armed: Any,
+    left: Any,
     woken: Any,
     spin_ns: int,
     sleep_ns: int,
@@ -152,37 +250,70 @@ def rest(
     fixed: int,
     timespec: Any,
     timespec_address: int,
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, int]:
     """Polls all queues, for `spin_ns` without a break and then between sleeps that double up to `longest_ns`.
 
-    `queues` is `(queues, 5)`: read, cq, buffer, fabric and trywait of each (0: it cannot be waited for). `polls` are
-    what ppoll takes: `fixed` descriptors, of which any ends the rest, and one per queue, or -1. With `sleep_ns` 0 it
-    ends instead of sleeping. Returns (queue, code, next sleep): the first queue that has something, its entries left in
-    its buffer; queue -1 after `total_ns` of sleep, -2 when it was woken.
+    `queues` is `(queues, 4)`: read, cq, fabric and trywait of each (0: it cannot be waited for). `polls` are what ppoll
+    takes: `fixed` descriptors, of which any ends the rest, and one per queue, or -1. With `sleep_ns` 0 it ends instead
+    of sleeping.
+
+    Immediates that fill no counter are no reason to end: they are collected, and it polls without a break while they
+    stream in. `armed[slot]` is the immediate of an armed counter plus one (0: none), `left[slot]` how many it lacks.
+
+    Returns (queue, code, next sleep, immediates): the first queue that has something else, its entries left in the
+    buffer; queue -1 when a counter is full, after `total_ns` of sleep, or when what was collected has to be looked at;
+    -2 when it was woken.
     """
+    capacity = entries.shape[0] // _ENTRY_WORDS
+    most = imms.shape[0] - capacity
+    collected = 0
     slept = 0
     refused = 0
     spun_until = 0
+    collect_until = 0
     while True:
+        moved = False
         for i in range(queues.shape[0]):
-            code = call_read(queues[i, 0], queues[i, 1], queues[i, 2], capacity)
-            if code != _EAGAIN and code != 0:
-                return i, code, sleep_ns
+            code = call_read(queues[i, 0], queues[i, 1], entries_address, capacity)
+            if code == _EAGAIN or code == 0:
+                continue
+            if code < 0:
+                return i, code, sleep_ns, collected
+            for k in range(code):
+                if entries[_ENTRY_WORDS * k + 1] & _WRITE_BITS != _REMOTE_WRITE:
+                    return i, code, sleep_ns, collected
+            moved = True
+            full = False
+            for k in range(code):
+                imm = entries[_ENTRY_WORDS * k + 4] & 0xFFFFFFFF
+                imms[collected] = imm
+                collected += 1
+                slot = imm & _SLOT_MASK
+                if armed[slot] == imm + 1:
+                    left[slot] -= 1
+                    full = full or left[slot] == 0
+            if full or collected > most:
+                return -1, 0, sleep_ns, collected
         if woken[0] != 0:
-            return -2, 0, sleep_ns
+            return -2, 0, sleep_ns, collected
+        if moved:
+            spin_ns = max(spin_ns, _STREAM_SPIN_NS)
+            spun_until = 0
         if spin_ns > 0:
             call_clock(clock, _MONOTONIC, timespec_address)
             now = timespec[0] * 1000000000 + timespec[1]
             if spun_until == 0:
                 spun_until = now + spin_ns
-            if now < spun_until:
+            if moved and collect_until == 0:
+                collect_until = now + _COLLECT_NS
+            if now < spun_until and (collected == 0 or now < collect_until):
                 continue
             spin_ns = 0
-        if slept >= total_ns or sleep_ns == 0:
-            return -1, 0, sleep_ns
+        if slept >= total_ns or sleep_ns == 0 or collected > 0:
+            return -1, 0, sleep_ns, collected
         pause = sleep_ns
         for i in range(queues.shape[0]):
-            if queues[i, 4] != 0 and call_trywait(queues[i, 4], queues[i, 3], queues_address + 40 * i + 8, 1) != 0:
+            if queues[i, 3] != 0 and call_trywait(queues[i, 3], queues[i, 2], queues_address + 32 * i + 8, 1) != 0:
                 # Something has come in between: look again; but not for ever, if the provider means something else.
                 pause = 0 if refused < _REFUSALS else min(sleep_ns, 100000)
                 refused += 1
@@ -193,6 +324,6 @@ def rest(
         if call_ppoll(ppoll, polls_address, polls.shape[0], timespec_address, 0) > 0:
             for i in range(fixed):
                 if polls[i] >> 48 != 0:
-                    return -2, 0, sleep_ns
+                    return -2, 0, sleep_ns, collected
         slept += max(pause, 1000)
         sleep_ns = min(2 * sleep_ns, longest_ns)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes as c
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
@@ -18,19 +19,40 @@ from transport.transfer import Order
 
 Calls = Literal["auto", "numba", "ctypes"]
 
+CLOCK = abi.address_of(c.CDLL(None).clock_gettime)
 ENTRIES = 256
 """Completions read by one call."""
 _OUTPUTS = 4 * ENTRIES
 _NONE = np.zeros(0, np.int64)
 
 
+class Scratch:
+    """What the loops of one thread read completions into, and put out; taken before the next call."""
+
+    def __init__(self) -> None:
+        self.entries = np.zeros(ENTRIES * abi.CQ_ENTRY_WORDS, np.int64)
+        self.address = int(self.entries.ctypes.data)
+        self.words = self.entries.data
+        """The entries, for who takes a few by himself: `abi.CQ_ENTRY_WORDS` words each."""
+        self.tickets = np.zeros(_OUTPUTS, np.int64)
+        self.imms = np.zeros(_OUTPUTS, np.int64)
+        self.events = np.zeros(2 * _OUTPUTS, np.int64)
+        self.filled = np.zeros(3, np.int64)
+        self.timespec = np.zeros(2, np.int64)
+        self.timespec_address = int(self.timespec.ctypes.data)
+
+
 @dataclass(frozen=True, slots=True)
 class Loops:
+    """For one thread."""
+
     kind: str
     peek: Any
     post: Any
     drain: Any
+    stream: Any
     rest: Any
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 def _bound(function: Any, calls: dict[str, Any]) -> FunctionType:
@@ -57,7 +79,7 @@ def _interpreted() -> Loops:
         "call_trywait": call(trywait_type),
         "call_clock": call(c.CFUNCTYPE(c.c_int, c.c_int, c.c_void_p)),
     }
-    return Loops("ctypes", *(_bound(f, calls) for f in (loops.peek, loops.post, loops.drain, loops.rest)))
+    return _together("ctypes", calls, lambda function: function)
 
 
 @cache
@@ -112,25 +134,36 @@ def _compiled() -> Loops:
         "call_clock": call_clock,
     }
     pair, triple, four = (tuples.UniTuple(i64, n) for n in (2, 3, 4))
-    signatures = (
-        (loops.peek, i64(i64, i64, i64, i64)),
-        (loops.post, pair(*[i64] * 9, array, i64, i64, array, *[i64] * 4, array, array, array)),
-        (loops.drain, four(i64, i64, array, i64, i64, i64, i64, *[array] * 6)),
-        (loops.rest, triple(numba.int64[:, ::1], i64, i64, array, *[i64] * 6, array, i64, i64, array, i64)),
-    )
-    return Loops("numba", *(numba.njit(s, nogil=True, cache=True)(_bound(f, calls)) for f, s in signatures))
+    run = (*[i64] * 9, array, i64, i64, array, *[i64] * 4, array, array, array)
+    signatures = {
+        "peek": i64(i64, i64, i64, i64),
+        "post": pair(*run),
+        "take": i64(array, i64, i64, i64, *[array] * 7),
+        "drain": i64(i64, i64, array, i64, i64, i64, i64, *[array] * 7),
+        "stream": triple(*run, i64, i64, i64, array, i64, i64, *[array] * 4, i64, i64, array, i64),
+        "rest": four(i64[:, ::1], i64, array, i64, *[array] * 4, *[i64] * 6, array, i64, i64, array, i64),
+    }
+    return _together("numba", calls, lambda f: numba.njit(signatures[f.__name__], nogil=True, cache=True)(f))
+
+
+def _together(kind: str, calls: dict[str, Any], finish: Callable[[FunctionType], Any]) -> Loops:
+    """Each is bound after those that it calls."""
+    bound = dict(calls)
+    for function in (loops.peek, loops.post, loops.take, loops.drain, loops.stream, loops.rest):
+        bound[function.__name__] = finish(_bound(function, bound))
+    return Loops(kind, bound["peek"], bound["post"], bound["drain"], bound["stream"], bound["rest"])
 
 
 def bind_loops(calls: Calls = "auto") -> Loops:
     """`auto` takes numba where it is installed. Raises ImportError if numba is asked for and missing."""
     if calls == "ctypes":
-        return _interpreted()
+        return replace(_interpreted(), scratch=Scratch())
     try:
-        return _compiled()
+        return replace(_compiled(), scratch=Scratch())
     except ImportError:
         if calls == "numba":
             raise
-        return _interpreted()
+        return replace(_interpreted(), scratch=Scratch())
 
 
 class Run(NamedTuple):
@@ -168,13 +201,8 @@ class Poster:
         self._ep, self._write = endpoint.ep, endpoint.writedata
         self.cq, self.read, self.wait_fd = endpoint.cq, endpoint.cq_read, endpoint.wait_fd
         self.fabric, self.trywait = endpoint.fabric, endpoint.trywait
-        self._entries = np.zeros(ENTRIES * abi.CQ_ENTRY_WORDS, np.int64)
-        self.buffer = int(self._entries.ctypes.data)
-        self.words = self._entries.data
-        """What was read, for who takes a few entries by himself: `abi.CQ_ENTRY_WORDS` words each."""
-        self._tickets = np.zeros(_OUTPUTS, np.int64)
-        self._imms = np.zeros(_OUTPUTS, np.int64)
-        self._events = np.zeros(2 * _OUTPUTS, np.int64)
+        self._scratch = bound.scratch
+        self.words = bound.scratch.words
 
     def post(self, run: Run, slots: Slots) -> tuple[int, int]:
         """Posts while slots last. Returns (how many were posted, code of the call that ended it)."""
@@ -188,19 +216,37 @@ class Poster:
 
     def peek(self) -> int:
         """Reads the queue into the buffer: how many entries, which `drain` must take next, or a negative code."""
-        code: int = self._loops.peek(self.read, self.cq, self.buffer, ENTRIES)
+        code: int = self._loops.peek(self.read, self.cq, self._scratch.address, ENTRIES)
         return code
 
     def drain(self, slots: Slots, count: int = 0) -> Drained:
         """`count`: entries that `peek` or `Rest` left in the buffer. The arrays are copies."""
-        tickets, imms, events, code = self._loops.drain(
-            self.read, self.cq, self._entries, self.buffer, count,
-            slots.contexts, slots.total, slots.owner, slots.free, slots.top, self._tickets, self._imms, self._events,
+        out = self._scratch
+        code = self._loops.drain(
+            self.read, self.cq, out.entries, out.address, count, slots.contexts, slots.total,
+            slots.owner, slots.free, slots.top, out.tickets, out.imms, out.events, out.filled,
         )  # fmt: skip
+        return self._drained(code)
+
+    def stream(self, run: Run, slots: Slots, room: int, slice_ns: int) -> tuple[int, int, Drained]:
+        """Posts, and drains while it waits for room, for a while; see `loops.stream`, `post` and `drain`."""
+        o, out = run.order, self._scratch
+        posted, code, read = self._loops.stream(
+            self._write, self._ep, run.desc, _signed(run.dest), _signed(run.key), o.imm, run.block_bytes,
+            run.source, o.source_stride, o.source_index, _signed(o.target), o.target_stride, o.target_index,
+            run.start, run.stop, run.ticket, slots.contexts, slots.owner, slots.free, slots.top, room,
+            self.read, self.cq, out.entries, out.address, slots.total, out.tickets, out.imms, out.events, out.filled,
+            slice_ns, CLOCK, out.timespec, out.timespec_address,
+        )  # fmt: skip
+        return posted, code, self._drained(read)
+
+    def _drained(self, code: int) -> Drained:
+        out = self._scratch
+        tickets, imms, events = out.filled.tolist()
         return Drained(
-            self._tickets[:tickets].copy() if tickets else _NONE,
-            self._imms[:imms].copy() if imms else _NONE,
-            self._events[: 2 * events].reshape(-1, 2).copy() if events else _NONE,
+            out.tickets[:tickets].copy() if tickets else _NONE,
+            out.imms[:imms].copy() if imms else _NONE,
+            out.events[: 2 * events].reshape(-1, 2).copy() if events else _NONE,
             code,
         )
 

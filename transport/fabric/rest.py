@@ -7,50 +7,56 @@ import os
 from contextlib import suppress
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transport.doorbell import Doorbell
 from transport.fabric import abi
-from transport.fabric.posting import ENTRIES, Loops, Poster
+from transport.fabric.posting import CLOCK, Loops, Poster
+from transport.imm import FEW, Watched
 
 _POLLIN = 1
 _FIXED = 2
 """Descriptors that are always waited for: the event, and the doorbell or nothing."""
 _LIBC = c.CDLL(None)
-_CLOCK = abi.address_of(_LIBC.clock_gettime)
 _PPOLL = abi.address_of(_LIBC.ppoll)
 _PR_SET_TIMERSLACK = 29
 
 
 class Rest:
-    """`wake` may be called from any thread."""
+    """`wake` may be called from any thread. `imms` were collected by the last call and not taken yet, `(n,) int64`."""
 
-    def __init__(self, bound: Loops) -> None:
+    def __init__(self, bound: Loops, counters: Watched) -> None:
         self._loops = bound
+        self._counters = counters
+        self.imms: NDArray[np.int64] | list[int] = []
         self._bell: Doorbell | None = None
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = np.zeros(1, np.int64)
-        self._timespec = np.zeros(2, np.int64)
         self.watch([])
 
     def watch(self, posters: list[Poster]) -> None:
         """From now on it waits for these queues; their order gives the numbers that `__call__` returns."""
-        rows = [[p.read, p.cq, p.buffer, p.fabric, p.trywait] for p in posters]
-        self._queues = np.array(rows, np.int64).reshape(len(posters), 5)
+        rows = [[p.read, p.cq, p.fabric, p.trywait] for p in posters]
+        self._queues = np.array(rows, np.int64).reshape(len(posters), 4)
         bell = -1 if self._bell is None else self._bell.fileno()
         fds = [self._event, bell, *(poster.wait_fd for poster in posters)]
         self._polls = np.array([fd & 0xFFFFFFFF | _POLLIN << 32 for fd in fds], np.int64)
+        self._queues_address, self._polls_address = int(self._queues.ctypes.data), int(self._polls.ctypes.data)
         self.sure = all(poster.wait_fd >= 0 for poster in posters)
         """Whatever comes wakes it: it need not look from time to time."""
 
     def __call__(self, spin_ns: int, sleep_ns: int, longest_ns: int, total_ns: int) -> tuple[int, int, int]:
         """See `loops.rest`."""
-        queue, code, sleep_ns = self._loops.rest(
-            self._queues, self._queues.ctypes.data, ENTRIES, self._woken, spin_ns, sleep_ns, longest_ns, total_ns,
-            _CLOCK, _PPOLL, self._polls, self._polls.ctypes.data, _FIXED, self._timespec, self._timespec.ctypes.data,
+        out, counters = self._loops.scratch, self._counters
+        queue, code, sleep_ns, count = self._loops.rest(
+            self._queues, self._queues_address, out.entries, out.address, out.imms, counters.armed, counters.left,
+            self._woken, spin_ns, sleep_ns, longest_ns, total_ns,
+            CLOCK, _PPOLL, self._polls, self._polls_address, _FIXED, out.timespec, out.timespec_address,
         )  # fmt: skip
+        self.imms = out.imms[:count].tolist() if count <= FEW else out.imms[:count].copy()
         if queue == -2:
             self._answer()
-        return int(queue), int(code), int(sleep_ns)
+        return queue, code, sleep_ns
 
     def doorbell(self) -> bytes:
         """The name of the socket that ends a rest from outside; made when it is first asked for."""

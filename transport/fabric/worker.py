@@ -36,7 +36,7 @@ class Worker(worker.Worker[LinkEnd]):
         self._profile = nics[0].domain.profile
         self._stall_timeout_s = setting.stall_timeout_s
         self._spin = self._profile.spins if setting.spin is None else setting.spin
-        self._rest = Rest(loops)
+        self._rest = Rest(loops, counters.watched)
         self._watched: list[tuple[LinkEnd, Lane]] = []
         self._sleep_ns = SHORTEST_NS
         super().__init__(self._profile.name, counters, self._rest)
@@ -124,6 +124,10 @@ class Worker(worker.Worker[LinkEnd]):
             return
         queue, code, self._sleep_ns = self._rest(*self._pause())
         self.inbox.end_rest()
+        if len(self._rest.imms):
+            self._sleep_ns = SHORTEST_NS
+            self.outbox.imms.append(self._rest.imms)
+            self._call_back()
         if queue >= 0:
             self._sleep_ns = SHORTEST_NS
             self._pump(*self._watched[queue], max(code, 0))
