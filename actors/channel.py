@@ -20,10 +20,12 @@ OnLost = Callable[[NodeId, str], None]
 
 
 class RayChannel:
-    """Towards one node. Nothing here blocks; a message to an actor that is gone is reported to `on_lost`."""
+    """Towards one replica, by its address. Nothing here blocks; a message to an actor that is gone is reported to
+    `on_lost`.
+    """
 
-    def __init__(self, node: NodeId, on_lost: OnLost) -> None:
-        self._node = node
+    def __init__(self, address: NodeId, on_lost: OnLost) -> None:
+        self._address = address
         self._on_lost = on_lost
 
     def meet(self, request: MeetRequest, on_reply: MeetCallback) -> None:
@@ -37,7 +39,7 @@ class RayChannel:
     def _call(self, method: str, argument: Any) -> Future[Any]:
         future: Future[Any]
         try:
-            future = getattr(node_handle(self._node), method).remote(argument).future()
+            future = getattr(node_handle(self._address), method).remote(self._address, argument).future()
         except ValueError as error:  # no such actor
             future = Future()
             future.set_exception(error)
@@ -47,6 +49,6 @@ class RayChannel:
         error = future.exception()
         # One that is unavailable may be back in a moment: the message is lost, and deadlines see to the rest.
         if isinstance(error, ActorDiedError):
-            self._on_lost(self._node, "its actor has died")
+            self._on_lost(self._address, "its actor has died")
         elif error is not None:
-            _log.warning("%s to %s was not delivered: %s", type(message).__name__, self._node, error)
+            _log.warning("%s to %s was not delivered: %s", type(message).__name__, self._address, error)

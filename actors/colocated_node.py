@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from actors.decode_node import LEASE_S
-from actors.node_core import NodeCore, NodeSpec, Reporter
-from actors.streams import OutputStreams
-from pdserve.engine.engine import Engine
+from actors.global_scheduler import Placement, ReplicaReport
+from actors.names import replica_in
+from actors.node_core import NodeCore, NodeSpec
+from actors.reporter import Reporter
+from actors.streams import LEASE_S, OutputStreams
 from pdserve.messenger.wire import NodeCard
-from pdserve.types import GenerationRequest, RequestId, Role, SequenceOutput
-from policies.routing import NodeSnapshot
+from pdserve.types import GenerationRequest, RequestId, SequenceOutput
 
 
 class _EmitOutputs:
@@ -29,37 +29,44 @@ class ColocatedNode:
 
     def __init__(self, spec: NodeSpec) -> None:
         self._core = core = NodeCore(spec)
-        self._streams = OutputStreams(asyncio.get_running_loop())
-        hooks = _EmitOutputs(self._streams)
-        self._engine = Engine(
-            core.model, core.memory, core.pool, spec.settings.engine, Role.COLOCATED, decode_hooks=hooks
-        )
-        self._engine.start()
         loop = asyncio.get_running_loop()
-        self._leases = loop.create_task(self._streams.keep_leases(LEASE_S, self._engine.cancel))
-        self._reporter = Reporter(core, self._snapshot)
+        self._streams = OutputStreams(loop)
+        hooks = _EmitOutputs(self._streams)
+        self._engines = {own.card.node_id: own.engine(spec.settings, decode_hooks=hooks) for own in core.replicas}
+        for engine in self._engines.values():
+            engine.start()
+        self._leases = loop.create_task(self._streams.keep_leases(LEASE_S, self._cancel))
+        self._reporter = Reporter(core, self._report)
 
-    def _snapshot(self) -> NodeSnapshot:
-        return self._core.snapshot(self._engine, ready=True)
+    def _report(self) -> tuple[ReplicaReport, ...]:
+        return tuple(
+            ReplicaReport(own.card, own.snapshot(self._engines[own.card.node_id], ready=True))
+            for own in self._core.replicas
+        )
 
-    async def submit(self, replica: str, request: GenerationRequest, prefill: NodeCard) -> None:
-        """Takes a request for an HTTP replica. Raises RequestError, ContextLengthError."""
-        self._streams.own(request.request_id, replica)
+    async def submit(self, stream: str, request: GenerationRequest, placement: Placement) -> None:
+        """Takes a request for an HTTP replica's stream. Raises RequestError, ContextLengthError."""
+        engine = replica_in(self._engines, placement.decode.node_id)
+        self._streams.own(request.request_id, stream)
         try:
-            self._engine.submit(request)
+            engine.submit(request)
         except BaseException:
             self._streams.disown(request.request_id)
             raise
 
     async def cancel(self, request_id: RequestId) -> None:
-        self._engine.cancel(request_id)
+        self._cancel(request_id)
 
-    async def outputs(self, replica: str) -> AsyncIterator[tuple[SequenceOutput, ...]]:
-        async for step in self._streams.stream(replica):
+    def _cancel(self, request_id: RequestId) -> None:
+        for engine in self._engines.values():  # whichever has it
+            engine.cancel(request_id)
+
+    async def outputs(self, stream: str) -> AsyncIterator[tuple[SequenceOutput, ...]]:
+        async for step in self._streams.stream(stream):
             yield step
 
-    async def renew(self, replica: str) -> None:
-        self._streams.renew(replica)
+    async def renew(self, stream: str) -> None:
+        self._streams.renew(stream)
 
     async def trace(self, request_id: RequestId) -> None:
         return None
@@ -67,8 +74,16 @@ class ColocatedNode:
     async def card(self) -> NodeCard:
         return self._core.card
 
+    async def cards(self) -> tuple[NodeCard, ...]:
+        """Of all its replicas."""
+        return tuple(own.card for own in self._core.replicas)
+
+    async def rank_pids(self) -> dict[int, int]:
+        """The processes of its ranks beside the leader."""
+        return self._core.rank_pids
+
     async def metrics(self) -> dict[str, float]:
-        return self._core.metrics(self._engine)
+        return self._core.metrics(list(self._engines.values()))
 
     async def close(self) -> None:
         self._leases.cancel()
@@ -77,5 +92,6 @@ class ColocatedNode:
 
     def _close(self) -> None:
         self._reporter.close()
-        self._engine.close()
+        for engine in self._engines.values():
+            engine.close()
         self._core.close()

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.global_scheduler import Placement
 from actors.metrics import node_metrics_text
-from actors.names import node_handle, scheduler_handle
+from actors.names import node_handle, node_of, scheduler_handle
 from pdserve.errors import NoNodeAvailable, PdserveError
 from pdserve.openai.app import build_app
 from pdserve.openai.backend import Health
@@ -66,7 +66,7 @@ class RayBackend:
         while len(lost) < DECODE_ATTEMPTS:
             rest = _continued(request, streamed, attempt=len(lost))
             placement = await self._pick(rest, frozenset(lost))
-            node, ended = placement.decode.node_id, False
+            node, ended = node_of(placement.decode.node_id), False
             self._outputs[rest.request_id] = asyncio.Queue()
             self._home[rest.request_id] = node
             try:
@@ -105,10 +105,10 @@ class RayBackend:
 
     async def _submit(self, request: GenerationRequest, placement: Placement) -> None:
         """Raises RequestError, _NodeGone."""
-        node = placement.decode.node_id
+        node = node_of(placement.decode.node_id)
         self._reader(node)
         try:
-            await node_handle(node).submit.remote(self._replica, request, placement.prefill)
+            await node_handle(node).submit.remote(self._replica, request, placement)
         except (RayActorError, ValueError) as error:
             self._lose(node)
             raise _NodeGone from error
@@ -185,7 +185,7 @@ class RayBackend:
         return Health(ready, {"nodes": nodes})
 
     async def metrics_text(self) -> str:
-        nodes = [snapshot.node_id for snapshot in await self._scheduler.nodes.remote()]
+        nodes = sorted({snapshot.node_id for snapshot in await self._scheduler.nodes.remote()})
         answers = await asyncio.gather(
             *(asyncio.wait_for(node_handle(node).metrics.remote(), 2) for node in nodes), return_exceptions=True
         )

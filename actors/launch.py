@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,21 +17,27 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from actors.colocated_node import ColocatedNode
+from actors.connect import check_fits_here, joined_ray, own_ray
 from actors.decode_node import DecodeNode
 from actors.global_scheduler import GlobalScheduler
-from actors.local_ray import start_local_ray
 from actors.names import APPLICATION, NAMESPACE, SCHEDULER, node_handle
 from actors.node_core import NodeSpec
+from actors.placement import Placement, find_groups
 from actors.prefill_node import PrefillNode
 from pdserve.config import EMBEDDED_MODEL, Settings
 from pdserve.engine.limits import context_tokens
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.messenger.liveness import host_identity
 from pdserve.messenger.target import HandoffTrace
 from pdserve.messenger.wire import NodeCard
 from pdserve.messenger.wires import find_wires
+from pdserve.models.api import ModelConfig
+from pdserve.models.build import check_ranks
 from pdserve.models.load import load_model, model_dir, read_config
 from pdserve.observe import progress
+from pdserve.parallel.gloo import RankLayout
 from pdserve.types import NodeId, RequestId, Role
+from policies.placement import Deployment, deployment_of, node_name
 from transport.errors import TransportError
 from transport.fabric.leftovers import remove_leftovers
 
@@ -43,6 +50,8 @@ CARDS_S = 5.0
 ENDED_S = 5.0  # for processes that were ended to be gone
 WATCH_S = 2.0
 WATCH_TIMEOUT_S = 10.0
+_AT_HEAD = {"node:__internal_head__": 0.001}
+"""A place on Ray's head, without which nothing works anyway: no other host's loss takes the scheduler with it."""
 _CLASSES: dict[Role, Any] = {Role.PREFILL: PrefillNode, Role.DECODE: DecodeNode, Role.COLOCATED: ColocatedNode}
 
 
@@ -57,8 +66,9 @@ class Cluster:
         self.max_model_len = 0
         self.model_name = settings.model.name or ""
         self.url = ""
+        self._leave_serve = True
         self._pids: set[int] = set()
-        self._own_ray: contextlib.ExitStack = contextlib.ExitStack()
+        self._ray = contextlib.ExitStack()
         try:
             self._start(http)
         except BaseException:
@@ -66,15 +76,24 @@ class Cluster:
             raise
 
     def _start(self, http: bool) -> None:
-        with progress("preparing the model") as step:
-            self._prepare_model(step.update)
-        with progress("starting Ray"):
-            self._connect()
-        specs = self._node_specs()
-        with progress(f"starting {len(specs)} nodes") as step:
-            self.scheduler = self._actor(GlobalScheduler, SCHEDULER).remote()
-            for spec in specs:
-                self.nodes[spec.node_id] = self._actor(_CLASSES[spec.role], spec.node_id).remote(spec)
+        deployment = deployment_of(self.settings)
+        if self.settings.ray_address is None:
+            check_fits_here(deployment)
+            self._check_wires()
+            self._prepare_model(deployment)
+            with progress("starting Ray"):
+                self._ray.enter_context(own_ray(deployment))
+        else:
+            with progress("joining Ray"):
+                self._ray.enter_context(joined_ray(self.settings.ray_address))
+            find_groups(deployment)  # before the model, which may take a while
+            self._prepare_model(deployment)
+        placement = self._ray.enter_context(Placement(deployment))
+        with progress(f"starting {len(placement.nodes)} nodes") as step:
+            self.scheduler = self._actor(GlobalScheduler, SCHEDULER, num_cpus=0, resources=_AT_HEAD).remote()
+            for spec in self._node_specs(deployment):
+                actor = self._actor(_CLASSES[spec.role], spec.node_id, **placement.leader(spec.node_id))
+                self.nodes[spec.node_id] = actor.remote(spec)
             self._await_nodes(step.update)
             self._check_providers()
         with progress("verifying transfers") as step:
@@ -83,35 +102,22 @@ class Cluster:
             with progress("starting HTTP"):
                 self._serve()
 
-    def _prepare_model(self, update: Any) -> None:
+    def _prepare_model(self, deployment: Deployment) -> None:
         """Whatever has to be converted or compiled is done here once, so that the nodes only map and load it."""
-        path = self.settings.model.path
-        self.model_path = str(model_dir(path if path == EMBEDDED_MODEL else os.path.expanduser(path), update).resolve())
-        config = read_config(self.model_path)
-        self.max_model_len = min(context_tokens(config, self.settings.engine), self._pool_tokens)
-        engine = self.settings.engine
-        load_model(self.model_path, engine.dtype, deterministic=engine.deterministic, progress=update)
+        engine, path = self.settings.engine, self.settings.model.path
+        with progress("preparing the model") as step:
+            path = path if path == EMBEDDED_MODEL else os.path.expanduser(path)
+            self.model_path = str(model_dir(path, step.update).resolve())
+            config = read_config(self.model_path)
+            _check_ranks(config, deployment)
+            self.max_model_len = min(context_tokens(config, engine), engine.pages * engine.page_size)
+            load_model(self.model_path, engine.dtype, deterministic=engine.deterministic, progress=step.update)
         self.model_name = self.model_name or config.name
 
-    @property
-    def _pool_tokens(self) -> int:
-        return self.settings.engine.pages * self.settings.engine.page_size
-
-    def _connect(self) -> None:
-        address = self.settings.ray_address
-        if address is None:
-            if not self.settings.deployment.colocated:
-                self._check_wires()  # here, rather than in each node
-            self._own_ray.enter_context(start_local_ray(NAMESPACE))
-            return
-        _check_reachable(address)
-        try:
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"ray_address: cannot join a cluster at {address!r}: {error}") from error
-        self._own_ray.callback(ray.shutdown)
-
     def _check_wires(self) -> None:
+        """Here, rather than in each node. Raises ConfigError."""
+        if self.settings.deployment.colocated.count:
+            return
         key = "libucp" if self.settings.transport.provider == "ucx" else "libfabric"
         try:
             find_wires(self.settings.transport)
@@ -120,28 +126,26 @@ class Cluster:
             advice = f"; name another path, or leave transport.{key} out" if given else ""
             raise ConfigError(f"transport.{key}: {error}{advice}") from error
 
-    def _node_specs(self) -> list[NodeSpec]:
-        wanted = self.settings.deployment
-        counts = {Role.PREFILL: wanted.prefill, Role.DECODE: wanted.decode}
-        if wanted.colocated:
-            counts = {Role.COLOCATED: wanted.colocated}
-        cores = sorted(os.sched_getaffinity(0))
+    def _node_specs(self, deployment: Deployment) -> list[NodeSpec]:
+        cores = cycle(sorted(os.sched_getaffinity(0)))
         specs: list[NodeSpec] = []
-        for role, count in counts.items():
-            for index in range(count):
-                core = cores[len(specs) % len(cores)] if wanted.pin_cores else None
-                specs.append(NodeSpec(NodeId(f"{role}-{index}"), role, self.settings, self.model_path, core))
+        for kind in deployment.kinds:
+            layout = RankLayout(kind.parallel.tp, kind.parallel.dp, kind.ep)
+            for index in range(kind.count):
+                pinned = tuple(islice(cores, layout.ranks)) if self.settings.deployment.pin_cores else ()
+                node = node_name(kind.role, index)
+                specs.append(NodeSpec(node, kind.role, self.settings, self.model_path, layout, pinned))
         return specs
 
-    def _actor(self, cls: type, name: str) -> Any:
+    def _actor(self, cls: type, name: str, **options: Any) -> Any:
         threads = str(self.settings.engine.threads)
         return ray.remote(cls).options(
             name=name,
             namespace=NAMESPACE,
-            num_cpus=0,
             max_restarts=-1,
             max_concurrency=10_000,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
+            **options,
         )
 
     def _await_nodes(self, update: Any) -> None:
@@ -163,18 +167,23 @@ class Cluster:
         """No silent slow path: what was asked for and is not to be had is said now."""
         wanted = self.settings.transport.provider
         for node, card in self.cards().items():
-            self._pids.add(card.pid)
+            self._remember(card)
             lacks = card.role is not Role.COLOCATED and (not card.providers if wanted == "auto" else True)
             if lacks and wanted not in card.providers:
                 there = ", ".join(card.providers) or "none"
                 raise ConfigError(f"transport.provider: {wanted!r} is not to be had at {node} (to be had: {there})")
+
+    def _remember(self, card: NodeCard) -> None:
+        """To wait for its end and clear up after it: where it runs on this host."""
+        if card.host == host_identity():
+            self._pids.add(card.pid)
 
     def _await_health(self, update: Any) -> None:
         deadline = time.monotonic() + READY_S
         while True:
             ready, summary = ray.get(self.scheduler.health.remote())
             snapshots = ray.get(self.scheduler.nodes.remote())
-            if ready and len(snapshots) == len(self.nodes) and all(s.usable for s in snapshots):
+            if ready and {s.node_id for s in snapshots} == self.nodes.keys() and all(s.usable for s in snapshots):
                 return
             update(summary)
             if time.monotonic() > deadline:
@@ -189,6 +198,8 @@ class Cluster:
         http = self.settings.http
         port = http.port or _free_port(http.host)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        # What others have started is theirs; what runs in a Ray of our own ends with it.
+        self._leave_serve = self.settings.ray_address is None or bool(serve.status().proxies)
         serve.start(proxy_location="HeadOnly", http_options={"host": http.host, "port": port})
         spec = IngressSpec(self.model_path, self.model_name, self.max_model_len)
         serve.run(ingress_application(spec), name=APPLICATION, route_prefix="/")
@@ -222,11 +233,11 @@ class Cluster:
     def close(self) -> None:
         """Ends HTTP first, then the nodes in order, then the Ray that was started here. Idempotent."""
         with contextlib.suppress(KeyboardInterrupt):
-            if self.nodes and ray.is_initialized():
+            if self.scheduler is not None and ray.is_initialized():
                 self._close_nodes()
-        self.nodes = {}
+        self.nodes, self.scheduler = {}, None
         node_handle.cache_clear()
-        self._own_ray.close()
+        self._ray.close()
         until = time.monotonic() + ENDED_S
         for pid in self._pids:
             _wait_for_end(pid, until)
@@ -237,13 +248,14 @@ class Cluster:
         if self.url:
             from ray import serve
 
-            _quietly(partial(serve.delete, APPLICATION))
+            _quietly(partial(serve.delete, APPLICATION) if self._leave_serve else serve.shutdown)
         with contextlib.suppress(RayError):  # restarted nodes have new pids
             cards = ray.get([handle.card.remote() for handle in self.nodes.values()], timeout=CARDS_S)
-            self._pids.update(card.pid for card in cards)
-        closing = [handle.close.remote() for handle in self.nodes.values()]
-        with contextlib.suppress(RayError, GetTimeoutError):
-            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+            for card in cards:
+                self._remember(card)
+        if closing := [handle.close.remote() for handle in self.nodes.values()]:
+            with contextlib.suppress(RayError, GetTimeoutError):
+                ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
         for handle in [*self.nodes.values(), self.scheduler]:
             _quietly(partial(ray.kill, handle, no_restart=True))
 
@@ -270,18 +282,14 @@ def _start_error(node: NodeId, error: RayError) -> PdserveError:
     return PdserveError(f"{node} did not start: {lines[-1] if lines else type(error).__name__}")
 
 
-def _check_reachable(address: str) -> None:
-    """Ray would retry for minutes. Raises ConfigError."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        return  # "auto" and the like
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except OSError as error:
-        raise ConfigError(
-            f"ray_address: nobody answers at {address} ({error.strerror or error}); "
-            "start a cluster with `ray start --head`, or leave ray_address out for a local one"
-        ) from error
+def _check_ranks(config: ModelConfig, deployment: Deployment) -> None:
+    """Before processes are started for them. Raises ModelError, ConfigError."""
+    for kind in deployment.kinds:
+        check_ranks(config, kind.parallel.tp)
+        if kind.ep and config.experts is None:
+            raise ConfigError(f"deployment.{kind.role}.ep: {config.name} has no experts to share out; leave ep false")
+        if kind.rank.gpus:
+            _log.warning("deployment.%s.gpus: GPUs are set aside, but the engine computes on CPUs for now", kind.role)
 
 
 def _free_port(host: str) -> int:

@@ -17,14 +17,18 @@ _SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_prestart_worker_first_driver": "0",  # one idle process per CPU, which no actor of ours would take
 }
 OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through it
 END_S = 20.0
 
 
 @contextlib.contextmanager
-def start_local_ray(namespace: str) -> Iterator[None]:
-    """Ends every process that it started. The settings must be there before ray is initialised, not imported."""
+def start_local_ray(namespace: str, cpus: int = 1, *, gpus: bool = False) -> Iterator[None]:
+    """Ends every process that it started. `cpus` is what Ray counts with; `gpus`: whether this host's GPUs are its.
+
+    The settings must be there before ray is initialised, not imported.
+    """
     before = {name: os.environ.get(name) for name in _SETTINGS}
     os.environ.update(_SETTINGS)
     import ray
@@ -35,8 +39,8 @@ def start_local_ray(namespace: str) -> Iterator[None]:
         ray.init(
             address="local",  # never joins a cluster that happens to run here
             namespace=namespace,
-            num_cpus=1,
-            num_gpus=0,
+            num_cpus=cpus,
+            num_gpus=None if gpus else 0,
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,

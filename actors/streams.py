@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 from pdserve.types import RequestId, SequenceOutput
 
+LEASE_S = 60.0  # an HTTP replica that has not been heard of for so long is gone
+
 Sink = Callable[[SequenceOutput], None]
 _Queue = asyncio.Queue[tuple[SequenceOutput, ...] | None]
 

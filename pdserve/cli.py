@@ -21,6 +21,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 FLAG_KEYS = {
     "model": "model.path",
+    "preset": "deployment.preset",
     "prefill": "deployment.prefill",
     "decode": "deployment.decode",
     "colocated": "deployment.colocated",
@@ -37,6 +38,8 @@ examples:
   pdserve serve ~/models/llama --decode 2        a local Hugging Face directory, two decode nodes
   pdserve serve --colocated 1                    prefill and decode on one node: the baseline
   pdserve serve --config clusters/local.yaml --set engine.page_size=16
+  pdserve serve ~/models/llama --set deployment.decode.tp=2      a decode node of two ranks
+  pdserve serve --config clusters/r1-dp.yaml --decode 2          a preset, with other numbers of nodes
 
 Flags override the file. clusters/local.yaml lists every key with its default.
 """
@@ -90,6 +93,7 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument(
         "model", nargs="?", metavar="MODEL", help="a local Hugging Face directory (default: the embedded SmolLM2-135M)"
     )
+    serve.add_argument("--preset", metavar="NAME", help="a deployment to start from: local, qwen-tp, r1-tp, r1-dp")
     serve.add_argument("--prefill", type=int, metavar="N", help="prefill nodes")
     serve.add_argument("--decode", type=int, metavar="N", help="decode nodes")
     serve.add_argument("--colocated", type=int, metavar="N", help="nodes that do both, instead of the other two")
@@ -136,14 +140,17 @@ def _add_chat(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
-        help="measure transfers, or prefill/decode against colocated serving",
+        help="measure transfers, prefill/decode against colocated serving, or steps by several ranks",
         description="Measures; every figure is printed with its configuration.",
         epilog="Each lists options of its own: pdserve bench transport --help",
         add_help=False,  # so that the benchmarks answer it themselves
         allow_abbrev=False,
     )
     bench.add_argument(
-        "what", nargs="?", choices=("transport", "serve"), help="page writes, or whole requests under load"
+        "what",
+        nargs="?",
+        choices=("transport", "serve", "ranks"),
+        help="page writes, whole requests under load, or a step by two ranks",
     )
     bench.set_defaults(run=_bench, print_help=bench.print_help)
 
@@ -236,6 +243,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         from pdserve.bench.transport import cli as transport
 
         return transport.main(arguments.rest)
+    if arguments.what == "ranks":
+        from pdserve.bench.ranks import cli as ranks
+
+        return ranks.main(arguments.rest)
     from pdserve.bench import serve
 
     return serve.main(arguments.rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
+from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -13,7 +14,7 @@ from pydantic.fields import FieldInfo
 def describe(error: ValidationError, root: type[BaseModel], overridden: frozenset[str] = frozenset()) -> str:
     """Every fault in one line: key, value given, what is allowed.
 
-    `root` is a tree of sections, one level deep. Keys in `overridden` are marked as coming from the command line.
+    `root` is a tree of sections. Keys in `overridden` are marked as coming from the command line.
     """
     return "; ".join(_describe_one(detail, root, overridden) for detail in error.errors())
 
@@ -42,16 +43,22 @@ def _describe_one(detail: Any, root: type[BaseModel], overridden: frozenset[str]
     return f"{label}: got {detail['input']!r}, allowed: {_allowed_at(loc, root)}"
 
 
-def _section_at(loc: tuple[str, ...], root: type[BaseModel]) -> type[BaseModel]:
-    return sections(root)[loc[0]] if loc else root
+def _section_at(path: tuple[str, ...], root: type[BaseModel]) -> type[BaseModel]:
+    return _section_at(path[1:], sections(root)[path[0]]) if path else root
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a tree, dotted; those nearer to the root first."""
+    below = sections(section)
+    yield from (f"{prefix}{name}" for name in section.model_fields)
+    for name, model in below.items():
+        yield from _keys(model, f"{prefix}{name}.")
 
 
 def _suggestion(loc: tuple[str, ...], root: type[BaseModel]) -> str:
     """`did you mean …? ` for a right key that stands in the wrong place, or for a misspelt one."""
-    everywhere = list(root.model_fields)
-    everywhere += [f"{section}.{name}" for section, model in sections(root).items() for name in model.model_fields]
     name = loc[-1]
-    meant = [key for key in everywhere if key.split(".")[-1] == name]
+    meant = [key for key in _keys(root) if key.split(".")[-1] == name]
     if not meant:
         near = difflib.get_close_matches(name, _section_at(loc[:-1], root).model_fields, n=1)
         meant = [".".join((*loc[:-1], key)) for key in near]
@@ -61,9 +68,10 @@ def _suggestion(loc: tuple[str, ...], root: type[BaseModel]) -> str:
 def _allowed_at(loc: tuple[str, ...], root: type[BaseModel]) -> str:
     if not loc:
         return f"a mapping of sections ({key_names(root)})"
-    if len(loc) == 1 and loc[0] in sections(root):
-        return f"a mapping with keys {key_names(sections(root)[loc[0]])}"
-    return _allowed(_section_at(loc[:-1], root).model_fields[loc[-1]])
+    around = _section_at(loc[:-1], root)
+    if loc[-1] in sections(around):
+        return f"a mapping with keys {key_names(sections(around)[loc[-1]])}"
+    return _allowed(around.model_fields[loc[-1]])
 
 
 def _allowed(field: FieldInfo) -> str:

@@ -38,7 +38,7 @@ def spread(demands: Sequence[Units], wanted: Sequence[int], hosts: Sequence[Unit
     densest = _search(demands, target, hosts, (sum(target), True))
     if densest.missing:
         return densest
-    for most in range(1, sum(target)):
+    for most in range(-(-sum(target) // max(len(hosts), 1)), sum(target)):
         for mixed in (False, True):
             found = _search(demands, target, hosts, (most, mixed))
             if not found.missing:

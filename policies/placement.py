@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from pdserve.errors import ClusterTooSmall, ConfigError
-from pdserve.types import Role
+from pdserve.config import Settings
+from pdserve.errors import ClusterTooSmall
+from pdserve.types import NodeId, Role
+from policies.layout import KvLayout
 from policies.packing import Units, spread, units
 from policies.sharding import ParallelLayout
 
@@ -51,24 +53,13 @@ class RankResources:
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes that are all alike."""
+    """Nodes that are all alike; `ep`: a node's ranks share out whole experts."""
 
     role: Role
     count: int
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
     rank: RankResources = field(default_factory=RankResources)
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError."""
-        fields = {"count": (self.count, 0), "tp": (self.parallel.tp, 1), "dp": (self.parallel.dp, 1)}
-        for name, (given, least) in fields.items():
-            if given < least:
-                raise ConfigError(f"{self.role} nodes: {name} is {given}, allowed: at least {least}")
-        if self.rank.nics and self.rank.nic_type is None:
-            raise ConfigError(
-                f"{self.role} nodes: nics is {self.rank.nics} without a nic_type; "
-                "name the custom resource that counts the hosts' NICs"
-            )
+    ep: bool = False
 
     def bundles(self) -> tuple[Bundle, ...]:
         return tuple(self.rank.bundle() for _ in range(self.parallel.ranks))
@@ -80,62 +71,60 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
+    """`name` is what a message calls it; every kind has nodes."""
+
     name: str
     kinds: tuple[NodeKind, ...]
 
-    def with_counts(self, **counts: int) -> Deployment:
-        """Other numbers of nodes, by role: `with_counts(decode=4)`."""
-        return replace(
-            self, kinds=tuple(replace(kind, count=counts.get(str(kind.role), kind.count)) for kind in self.kinds)
-        )
+    def amount(self, resource: str) -> float:
+        """What all nodes take of it together."""
+        return sum(kind.count * kind.parallel.ranks * kind.rank.bundle().get(resource, 0) for kind in self.kinds)
 
-    def with_rank(self, rank: RankResources) -> Deployment:
-        """Other resources, the same for every rank."""
-        return replace(self, kinds=tuple(replace(kind, rank=rank) for kind in self.kinds))
+
+def deployment_of(settings: Settings) -> Deployment:
+    """What the settings ask for."""
+    wanted, layout = settings.deployment, KvLayout(settings.engine.kv_layout)
+    nodes = {Role.PREFILL: wanted.prefill, Role.DECODE: wanted.decode, Role.COLOCATED: wanted.colocated}
+    kinds = tuple(
+        NodeKind(
+            role=role,
+            count=kind.count,
+            parallel=ParallelLayout(kind.tp, layout, kind.dp),
+            rank=RankResources(kind.cpus, kind.gpus, kind.gpu_type, kind.nics, kind.nic_type),
+            ep=kind.ep,
+        )
+        for role, kind in nodes.items()
+        if kind.count
+    )
+    return Deployment(wanted.preset or "this deployment", kinds)
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One host of the cluster, and what is free there now."""
+    """One host of the cluster, and what is free there now. `name` is for people, `id` is unique."""
 
     id: str
     free: Bundle
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name or self.id
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
     """The placement group of one node: its bundles, all on `host`."""
 
-    name: str
+    name: NodeId
     role: Role
     bundles: tuple[Bundle, ...]
     host: str
     strategy: str = STRICT_PACK
 
 
-_GPU_RANK = RankResources(cpus=2, gpus=1)  # one core computes and launches, one moves pages
-_TP8, _DP8 = ParallelLayout(tp=8), ParallelLayout(dp=8)
-
-PRESETS: Mapping[str, Deployment] = {
-    "local": Deployment("local", (NodeKind(Role.PREFILL, 1), NodeKind(Role.DECODE, 1))),
-    "qwen-tp": Deployment(
-        "qwen-tp", (NodeKind(Role.PREFILL, 1, _TP8, _GPU_RANK), NodeKind(Role.DECODE, 3, _TP8, _GPU_RANK))
-    ),
-    "r1-tp": Deployment(
-        "r1-tp", (NodeKind(Role.PREFILL, 1, _TP8, _GPU_RANK), NodeKind(Role.DECODE, 3, _TP8, _GPU_RANK))
-    ),
-    # A TP8 prefill node gives about 3 requests a second, a DP8 decode node takes 1 a second and rank (capacity.py).
-    "r1-dp": Deployment(
-        "r1-dp", (NodeKind(Role.PREFILL, 3, _TP8, _GPU_RANK), NodeKind(Role.DECODE, 1, _DP8, _GPU_RANK))
-    ),
-}
-
-
-def preset(name: str) -> Deployment:
-    """Raises ConfigError, naming what there is."""
-    if name not in PRESETS:
-        raise ConfigError(f"no deployment preset {name!r}; allowed: {', '.join(PRESETS)}")
-    return PRESETS[name]
+def node_name(role: Role, number: int) -> NodeId:
+    """Of the nodes of a role, that with this number, from 0 on."""
+    return NodeId(f"{role}-{number}")
 
 
 def assign_hosts(deployment: Deployment, hosts: Sequence[Host]) -> tuple[NodeGroup, ...]:
@@ -149,7 +138,8 @@ def assign_hosts(deployment: Deployment, hosts: Sequence[Host]) -> tuple[NodeGro
     for k, kind in enumerate(deployment.kinds):
         for host, counts in zip(hosts, found.counts, strict=True):
             for _ in range(counts[k]):
-                groups.append(NodeGroup(f"{kind.role}-{numbers[kind.role]}", kind.role, kind.bundles(), host.id))
+                name = node_name(kind.role, numbers[kind.role])
+                groups.append(NodeGroup(name, kind.role, kind.bundles(), host.id))
                 numbers[kind.role] += 1
     return tuple(groups)
 
@@ -162,7 +152,7 @@ def _too_small(deployment: Deployment, hosts: Sequence[Host], missing: Sequence[
             bundles = f"{ranks} bundle{'s' if ranks > 1 else ''} of {{{_amounts(kind.rank.bundle())}}}"
             lacking.append(f"no room for {count} of {kind.count} {kind.role} nodes, each {bundles} on one host")
     names = sorted({name for kind in deployment.kinds for name in kind.rank.bundle()})
-    free = [f"{host.id} {_amounts({name: host.free.get(name, 0) for name in names})}" for host in hosts[:_HOSTS_NAMED]]
+    free = [f"{host} {_amounts({name: host.free.get(name, 0) for name in names})}" for host in hosts[:_HOSTS_NAMED]]
     more = f" and {len(hosts) - _HOSTS_NAMED} hosts more" if len(hosts) > _HOSTS_NAMED else ""
     there = ("free now: " + "; ".join(free) + more) if hosts else "the cluster has no host"
     return f"the cluster is too small for {deployment.name}: {'; '.join(lacking)} ({there})"

@@ -249,7 +249,7 @@ class Transport(Protocol):
 
     @property
     def max_window(self) -> int:
-        """Largest sum of windows that this process may grant: its receive queues are that deep."""
+        """Largest window that may be granted on a link: the receive queues of every link are its own, and that deep."""
         ...
 
     def register(self, memory: Memory) -> SourceRegion: ...

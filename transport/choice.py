@@ -42,13 +42,13 @@ def choose(configured: str, mine: Reach, theirs: Reach, *, allow_tcp: bool = Fal
     """The same provider on both sides, whichever asks. `configured`: a provider, or `auto`.
 
     Raises ProviderUnavailable if a side lacks what was configured, if there is nothing in common, or if a pair with
-    GPUs would end on TCP and `allow_tcp` is not set; the message says what to do.
+    GPUs would end on TCP and `allow_tcp` is not set; the message says what each side has.
     """
     choice = _automatic(mine, theirs) if configured == AUTO else _configured(configured, mine, theirs)
     if choice.provider in SLOW_FOR_GPUS and (mine.gpus or theirs.gpus) and not allow_tcp:
         raise ProviderUnavailable(
             f"{mine.name} and {theirs.name} have GPUs, but would speak {choice.reason}. Every block would be copied "
-            f"through host memory. Check the RDMA devices with `pdserve doctor` on both, or set allow_tcp: true"
+            f"through host memory, which allow_tcp would permit"
         )
     return choice
 
@@ -82,8 +82,7 @@ def _automatic(mine: Reach, theirs: Reach) -> Choice:
         return Choice("ucx", "ucx: both sides have libucp, and libfabric offers nothing that would connect them")
     raise ProviderUnavailable(
         f"{mine.name} and {theirs.name} have no provider in common that connects them: {mine.name} has "
-        f"{_listed(mine.providers)}; {theirs.name} has {_listed(theirs.providers)}. "
-        f"`pdserve doctor` says what is missing"
+        f"{_listed(mine.providers)}; {theirs.name} has {_listed(theirs.providers)}"
     )
 
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
-import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Self
-
 from transport.api import Memory, OnMessage, SourceRegion
 from transport.dll import load_libfabric
-from transport.errors import TransportError
 from transport.fabric.group import open_domains
-from transport.fabric.link import FabricLink, Identity
+from transport.fabric.link_end import LinkEnd
 from transport.fabric.mailbox import MESSAGE_SLOTS
 from transport.fabric.posting import Calls, bind_loops
 from transport.fabric.profiles import profile_named
 from transport.fabric.regions import FabricSource, Nic
 from transport.fabric.worker import Setting, Worker
-from transport.imm import ImmediateCounters
-from transport.inbox import pin
+from transport.owned_link import OwnedLink
+from transport.owned_transport import OwnedTransport
 
 
-class TransferEngine:
+class TransferEngine(OwnedTransport[Worker]):
     """Implements `transport.api.Transport` over libfabric.
 
     `provider` is a profile's name (see `transport.fabric.profiles`), `library` the path of libfabric, `nics` the NICs
@@ -45,36 +38,20 @@ class TransferEngine:
         spin: bool | None = None,
     ) -> None:
         self._profile = profile_named(provider)
+        super().__init__(self._profile.name)
         self._library = load_libfabric(library)
         loops = bind_loops(calls)
         self.calls: str = loops.kind
         """`numba` or `ctypes`: what `calls="auto"` came to."""
-        self._identity = Identity(self._profile.name, secrets.randbits(64))
         domains = open_domains(self._library, self._profile, nics)
         self._nics = [Nic(index, domain) for index, domain in enumerate(domains)]
-        self._immediates = ImmediateCounters(on_waiting=lambda: self._worker.inbox.nudge())
         try:
-            self._worker = Worker(self._nics, loops, self._immediates, Setting(stall_timeout_s, spin))
+            worker = Worker(self._nics, loops, self._immediates, Setting(stall_timeout_s, spin))
         except BaseException:
             for domain in domains:
                 domain.close()
             raise
-        self._close_lock = threading.Lock()
-        self._closed = False
-        if cpu is not None:
-            try:
-                pin(self._worker.inbox, cpu)
-            except ValueError:
-                self.close()
-                raise
-
-    @property
-    def provider(self) -> str:
-        return self._profile.name
-
-    @property
-    def incarnation(self) -> int:
-        return self._identity.incarnation
+        self._begin(worker, cpu)
 
     @property
     def description(self) -> str:
@@ -99,14 +76,6 @@ class TransferEngine:
         return tuple(nic.name for nic in self._nics)
 
     @property
-    def immediates(self) -> ImmediateCounters:
-        return self._immediates
-
-    @property
-    def error(self) -> TransportError | None:
-        return self._worker.error
-
-    @property
     def max_window(self) -> int:
         return min(nic.domain.profile.max_window(nic.domain.tx_depth + MESSAGE_SLOTS) for nic in self._nics)
 
@@ -120,45 +89,10 @@ class TransferEngine:
             raise TypeError(f"{type(region).__name__} was not made by TransferEngine.register")
         self._worker.release(region)
 
-    def open_link(self, on_message: OnMessage | None = None) -> FabricLink:
+    def open_link(self, on_message: OnMessage | None = None) -> OwnedLink[LinkEnd]:
         """Raises FabricError, TransportClosed."""
-        return FabricLink(self._worker, self._worker.open_end(on_message), self._identity)
-
-    def polling(self) -> AbstractContextManager[Callable[[], None]]:
-        """`with engine.polling() as poll:` the calling thread takes the worker's place, which costs the least latency.
-
-        `poll()` runs one turn without waiting: it drains, posts and calls back. What this thread asks of the engine
-        runs at once; what others ask waits for the next `poll()`. Raises TransportError where another thread polls.
-        """
-        return self._worker.polling()
-
-    def stats(self) -> dict[str, int]:
-        outbox = self._worker.outbox
-        return {
-            "writes_posted": outbox.posted,
-            "writes_completed": outbox.completed,
-            "writes_failed": outbox.failed,
-            "bytes_completed": outbox.bytes_completed,
-            "immediates_late": self._immediates.late,
-            "messages_sent": outbox.messages_sent,
-            "messages_received": outbox.messages_received,
-            "paths_lost": outbox.paths_lost,
-            "links_open": self._worker.links_open,
-        }
+        return OwnedLink(self._worker, self._worker.open_end(on_message), self._identity)
 
     def nic_stats(self) -> dict[str, int]:
         """Writes posted through each NIC, by its name."""
         return {nic.name: nic.posted for nic in self._nics}
-
-    def close(self) -> None:
-        """Closes all links and joins the worker. Idempotent. Raises TransportError when called from a callback."""
-        with self._close_lock:
-            if not self._closed:
-                self._worker.stop()
-                self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -136,7 +136,8 @@ class ImmediateCounters:
         self._announce(counter)
 
     def received(self, imm: Imm) -> int:
-        return self._armed(imm).received
+        counter = self._slots.get(imm & _SLOT_MASK)
+        return counter.received if counter is not None and counter.imm == imm else self._armed(imm).received
 
     def disarm(self, imm: Imm) -> int:
         """Raises KeyError if `imm` is not armed."""
@@ -165,9 +166,12 @@ class ImmediateCounters:
             self._late += times
             return
         counter.received += times
-        self.watched.set(value, counter.expected - counter.received)
-        self._overflow += min(times, max(0, counter.received - counter.expected))
-        if counter.full and not counter.fired:
+        left = counter.expected - counter.received
+        self.watched.set(value, left)
+        if left > 0:
+            return
+        self._overflow += min(times, -left)
+        if not counter.fired:
             counter.fired = True
             self._waiting -= 1
             fired.append((counter.on_full, counter.imm))

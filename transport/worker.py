@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -14,7 +16,7 @@ from transport.closing import Closing
 from transport.closing import LinkEnd as Closable
 from transport.descriptors import Memory
 from transport.errors import TransportClosed, TransportError, TransportFailed
-from transport.imm import ImmediateCounters
+from transport.imm import Imm, ImmediateCounters
 from transport.inbox import Inbox, attempted, begin
 from transport.outgoing import Outbox
 from transport.parking import Parking
@@ -33,6 +35,31 @@ class LinkEnd(Closable, Protocol):
     def submit(self, transfer: TransferState) -> None: ...
     def close(self) -> None: ...
     def fail(self, error: TransportError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Poller:
+    """What a thread that polls a transport holds: to call it is one turn, without waiting. See `Worker.polling`."""
+
+    turn: Callable[[], None]
+    look_for: Callable[[Imm, int], None]
+    counters: ImmediateCounters
+
+    def __call__(self) -> None:
+        self.turn()
+
+    def wait(self, imm: Imm, count: int, timeout_s: float | None = None) -> bool:
+        """Polls until `count` of the armed `imm` have come, in all; False if they have not within the timeout.
+
+        Raises KeyError if `imm` is not armed.
+        """
+        received, look_for = self.counters.received, self.look_for
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while received(imm) < count:
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            look_for(imm, count)
+        return True
 
 
 class Wakeable(Protocol):
@@ -119,10 +146,10 @@ class Worker(ABC, Generic[E]):
         closed.wait()
 
     @contextmanager
-    def polling(self) -> Iterator[Callable[[], None]]:
+    def polling(self) -> Iterator[Poller]:
         """The calling thread is the worker while this lasts; see `OwnedTransport.polling`."""
         with self._parking.stand_in(self._thread):
-            yield self._poll
+            yield Poller(self._poll, self._look_for, self._counters)
 
     def stop(self) -> None:
         """Closes all links and joins the thread. Raises TransportError when called from a callback."""
@@ -189,6 +216,10 @@ class Worker(ABC, Generic[E]):
         except BaseException as error:
             self._fault = error
             raise
+
+    def _look_for(self, imm: Imm, count: int) -> None:
+        """A turn for who waits for nothing but `count` immediates; it may take as long as a millisecond."""
+        self._poll()
 
     def _step(self) -> bool:
         """One turn without waiting; True if anything moved."""

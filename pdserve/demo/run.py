@@ -29,13 +29,13 @@ LINE_WIDTH = 96
 
 def run(settings: Settings, json_path: Path | None) -> int:
     """Exit status 0 when every answer came and equals the colocated engine's. Raises ConfigError."""
-    if settings.deployment.colocated:
+    if settings.deployment.colocated.count:
         raise ConfigError("deployment.colocated: the demo shows prefill and decode on different nodes; leave it 0")
     with launch(settings) as cluster:
         tokenizer = Tokenizer.from_directory(cluster.model_path)
         prompts = demo_prompts(tokenizer, cluster.max_model_len)
-        nodes = settings.deployment
-        print(f"\n{cluster.model_name} at {cluster.url}: {nodes.prefill} prefill, {nodes.decode} decode nodes\n")
+        counts = f"{settings.deployment.prefill.count} prefill, {settings.deployment.decode.count} decode nodes"
+        print(f"\n{cluster.model_name} at {cluster.url}: {counts}\n")
         answers = _ask_all(cluster, prompts)
         traces = [_trace(cluster, answer) for answer in answers]
         memory = _memory(cluster)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -18,7 +16,8 @@ from pdserve.messenger.handoff import decode as h
 from pdserve.messenger.held import HeldMemory
 from pdserve.messenger.peers import Peer, PeerTable, ReceiverParts
 from pdserve.messenger.slots import SLOTS, SlotTable
-from pdserve.messenger.target import HandoffTrace, TargetHandoff
+from pdserve.messenger.target import TargetHandoff
+from pdserve.messenger.traces import Traces
 from pdserve.messenger.wire import (
     Accept,
     Cancel,
@@ -29,13 +28,12 @@ from pdserve.messenger.wire import (
     Reject,
     ToPrefill,
 )
-from pdserve.types import Incarnation, RequestId
+from pdserve.types import Incarnation, NodeId, RequestId
 from policies.sharding import expected_count, pages_sent
 from transport.api import Imm
 
 CANCEL_PATIENCE_S = 2.0  # before a Cancel is repeated
 CANCELS = 3  # then the peer is revoked
-TRACES = 1024  # kept for `trace()`
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +45,10 @@ class Outcomes(Protocol):
 
     def attempt_failed(self, attempt: TargetHandoff, reason: str, retryable: bool) -> None: ...
 
-    def revoke(self, peer: Peer, reason: str) -> None: ...
-
 
 class Attempts:
+    """`outcomes`, and `revoke`, which ends a peer's link, are set before the first attempt."""
+
     def __init__(self, parts: ReceiverParts, peers: PeerTable, post: Callable[[Callable[[], None]], None]) -> None:
         self._parts = parts
         self._peers = peers
@@ -58,10 +56,10 @@ class Attempts:
         self._slots = SlotTable(first=parts.replica.number * SLOTS)
         self._held = HeldMemory(parts.pool, self._slots)
         self._handoffs: dict[HandoffId, TargetHandoff] = {}
-        self._traces: OrderedDict[RequestId, HandoffTrace] = OrderedDict()
-        self._traced: dict[HandoffId, RequestId] = {}
+        self.traces = Traces()
         self._number = 0
         self.outcomes: Outcomes | None = None
+        self.revoke: Callable[[Peer, str], None] | None = None
         self.failures = {"transfer": 0, "expired": 0, "rejected": 0, "peer_lost": 0}
 
     def __len__(self) -> int:
@@ -70,9 +68,6 @@ class Attempts:
     @property
     def quarantined(self) -> int:
         return sum(entry.machine.state in h.HELD for entry in list(self._handoffs.values())) + len(self._held)
-
-    def trace(self, request_id: RequestId) -> HandoffTrace | None:
-        return self._traces.get(request_id)
 
     def begin(self, request_id: RequestId, tokens: tuple[int, ...], peer: Peer, *, leave_free: int) -> HandoffId:
         """Pins pages and a slot, arms the counter, and only then asks; `leave_free` pages stay for others.
@@ -94,7 +89,8 @@ class Attempts:
             deadline=time.monotonic() + self._parts.settings.request_timeout_s,
         )
         self._handoffs[entry.id] = entry
-        self._open_trace(entry, peer, count)
+        size_bytes = needed * self._parts.memory.geometry.page_bytes * self._parts.card.parallel.tp
+        self.traces.begin(entry, peer, count, size_bytes)
         self._feed(entry, h.Allotted(count))
         return entry.id
 
@@ -120,7 +116,7 @@ class Attempts:
             self._feed(entry, h.GiveUp(reason, retryable=False))
 
     def revoked(self, peer: Peer, reason: str, *, safe: bool) -> None:
-        """The peer's link is closed and drained; unless `safe`, its writes may land until its process has ended."""
+        """The peer's link is closed and drained; unless `safe`, its writes may land until its side is closed too."""
         self.failures["peer_lost"] += 1
         why = f"{peer.node} was lost: {reason}"
         for entry in [e for e in self._handoffs.values() if e.peer == peer.node]:
@@ -130,22 +126,32 @@ class Attempts:
                 self._hold(entry, peer, why)
 
     def _hold(self, entry: TargetHandoff, peer: Peer, why: str) -> None:
-        """The attempt is given up, and nobody is left to answer a cancel: its memory waits for the process's end."""
+        """The attempt is given up, and nobody is left to answer a cancel: its memory waits until the peer is done."""
         assert peer.incarnation is not None
         self._feed(entry, h.GiveUp(why, retryable=True))
         self._disarm(entry)
-        self._held.hold(peer.incarnation, entry.pages, entry.imm)
+        self._held.hold(peer.node, peer.incarnation, peer.number, (entry.pages, entry.imm))
         _log.warning("%d pages of %s stay quarantined: its process may still write to them", len(entry.pages), entry.id)
 
-    def release_held(self, incarnation: Incarnation) -> None:
-        """That prefill node's process has ended."""
+    @property
+    def may_still_write(self) -> dict[NodeId, Incarnation]:
+        """Prefill nodes that were revoked, and may write all the same until they have closed their side."""
+        return self._held.peers
+
+    def process_ended(self, incarnation: Incarnation) -> None:
         self._held.release(incarnation)
+
+    def closed_there(self, incarnation: Incarnation, through: int) -> None:
+        """That prefill node has closed its side of all meetings up to this number."""
+        freed = self._held.closed(incarnation, through, time.monotonic())
+        if freed:
+            _log.info("%d handoffs end their quarantine: their prefill node has closed its side", freed)
 
     # ------------------------------------------------ messages
 
     def on_message(self, message: Accept | Reject | Quiesced | Done) -> None:
         if isinstance(message, Done):
-            self._done(message)
+            self.traces.done(message)  # bookkeeping only: readiness comes from the count alone
             return
         entry = self._handoffs.get(message.id)
         peer = None if entry is None else self._peers.get(entry.peer)
@@ -164,13 +170,6 @@ class Attempts:
                 received = 0 if entry.armed is None else entry.armed.received(entry.imm)
                 self._feed(entry, h.QuiescedAt(posted, received, reason))
 
-    def _done(self, message: Done) -> None:
-        """Bookkeeping only: timings for the trace. Readiness comes from the count alone."""
-        request_id = self._traced.get(message.id)
-        if request_id is not None:
-            trace = self._traces[request_id]
-            self._traces[request_id] = replace(trace, writes_posted=message.posted, timings=message.timings)
-
     # ------------------------------------------------ machine in, work out
 
     def _feed(self, entry: TargetHandoff, event: h.DecodeEvent) -> None:
@@ -178,7 +177,7 @@ class Attempts:
             self._execute(entry, instruction)
 
     def _execute(self, entry: TargetHandoff, instruction: h.DecodeInstruction) -> None:
-        assert self.outcomes is not None
+        assert self.outcomes is not None and self.revoke is not None
         pool, peer = self._parts.pool, self._peers.get(entry.peer)
         match instruction:
             case h.ArmCounter(expected):
@@ -205,7 +204,7 @@ class Attempts:
                 self.outcomes.attempt_failed(entry, reason, retryable)
             case h.RevokePeer():
                 if peer is not None:
-                    self.outcomes.revoke(peer, "it does not answer a cancel")
+                    self.revoke(peer, "it does not answer a cancel")
 
     def _request(self, entry: TargetHandoff, peer: Peer) -> HandoffRequest:
         assert peer.incarnation is not None
@@ -257,15 +256,13 @@ class Attempts:
 
     def _ready(self, entry: TargetHandoff) -> None:
         assert self.outcomes is not None
-        counted = self._retire(entry)
-        trace = self._traces.get(entry.request_id)
-        if trace is not None and trace.handoff == entry.id:
-            self._traces[entry.request_id] = replace(trace, writes_counted=counted, ready_at=entry.full_at)
+        self.traces.ready(entry, self._retire(entry))
         self.outcomes.pages_ready(entry)
 
     # ------------------------------------------------ deadlines
 
     def check(self, now: float) -> None:
+        self._held.check(now)
         for entry in list(self._handoffs.values()):
             if entry.id in self._handoffs:  # not freed by what another entry's deadline caused
                 self._check(entry, now)
@@ -285,23 +282,3 @@ class Attempts:
         else:
             self.failures["expired"] += 1
             self._feed(entry, h.GiveUp(f"no pages from {entry.peer} in time ({state})", retryable=True))
-
-    def _open_trace(self, entry: TargetHandoff, peer: Peer, count: int) -> None:
-        before = self._traces.pop(entry.request_id, None)
-        if before is not None:
-            del self._traced[before.handoff]
-        self._traced[entry.id] = entry.request_id
-        self._traces[entry.request_id] = HandoffTrace(
-            request_id=entry.request_id,
-            handoff=entry.id,
-            prefill=peer.node,
-            provider=peer.provider,
-            attempt=1 if before is None else before.attempt + 1,
-            prompt_tokens=len(entry.tokens),
-            requested_at=time.monotonic(),
-            writes_expected=count,
-            bytes_expected=len(entry.pages) * self._parts.memory.geometry.page_bytes * self._parts.card.parallel.tp,
-        )
-        while len(self._traces) > TRACES:
-            _, oldest = self._traces.popitem(last=False)
-            del self._traced[oldest.handoff]

@@ -2,7 +2,9 @@
 
 A message is `"PD"`, the protocol version, its kind, the handoff's id and its sender's incarnation; what follows is the
 kind's own. Little-endian; texts are UTF-8, texts and arrays go by their length. A prompt of 128 Ki tokens takes 2 ms
-either way. Meetings are not here: they go by discovery's channel, and compare versions before any of this is sent.
+either way. `Done` has at most `LAYER_ROWS` rows of layers and as many chunks, which makes 208 KiB, whatever the number
+of ranks and tokens. Meetings are not here: they go by discovery's channel, and compare versions before any of this is
+sent.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from pdserve.messenger.wire import (
+    LAYER_ROWS,
     PROTOCOL_VERSION,
     Accept,
     Cancel,
@@ -192,6 +195,8 @@ def _read_done(r: _Reader, handoff: HandoffId, source: Incarnation) -> Done:
     if len(borders) % 2:
         raise struct.error("a token range has no end")
     (layers,) = r.take(_LENGTH)
+    if max(layers, len(borders) // 2) > LAYER_ROWS:
+        raise struct.error(f"{layers} rows of layers and {len(borders) // 2} chunks are more than {LAYER_ROWS}")
     packed = r.bytes(layers * _LAYER.size)
     chunks = tuple(zip(borders[::2], borders[1::2], strict=True))
     each = tuple(LayerTiming(*fields) for fields in _LAYER.iter_unpack(packed))

@@ -63,6 +63,7 @@ class Destinations:
         self._take = take
         self._met: dict[Incarnation, Destination] = {}
         self._last: dict[Incarnation, int] = {}  # number of the last meeting, also of those that were lost
+        self._open: dict[Incarnation, int] = {}  # number of the first meeting whose link may not have closed
         self._watch = PeerWatch()
 
     def get(self, incarnation: Incarnation) -> Destination | None:
@@ -86,7 +87,7 @@ class Destinations:
         if request.number > last:
             return None
         if request.number == last and incarnation in self._met:
-            return MeetReply(self._card, self._met[incarnation].link.address)
+            return self._reply(incarnation)
         return MeetRefusal(
             f"meeting {request.number} is over: {request.card.node_id} has asked for a later one, or left"
         )
@@ -100,7 +101,12 @@ class Destinations:
             _log.warning("refused %s: %s", theirs.node_id, reason)
             return MeetRefusal(reason)
         _log.info("met %s over %s, window %d", theirs.node_id, request.address.provider, request.window)
-        return MeetReply(self._card, self._met[theirs.incarnation].link.address)
+        return self._reply(theirs.incarnation)
+
+    def _reply(self, incarnation: Incarnation) -> MeetReply:
+        peer = self._met[incarnation]
+        through = min(peer.request.number, self._open.get(incarnation, peer.request.number)) - 1
+        return MeetReply(self._card, peer.link.address, through)
 
     def _connect(self, request: MeetRequest) -> str | None:
         try:
@@ -108,14 +114,14 @@ class Destinations:
             theirs = request.address.provider
             if theirs != choice.provider:
                 return f"provider differs: {choice.provider} at {self._card.node_id}, {theirs} at the peer"
-            self._open(choice, request)
+            self._open_link(choice, request)
         except (MeetingRefused, TransportError, ValueError) as error:
             return str(error)
         if request.card.host == self._card.host:
             self._watch.add(request.card.incarnation, request.card.pid)
         return None
 
-    def _open(self, choice: Choice, request: MeetRequest) -> None:
+    def _open_link(self, choice: Choice, request: MeetRequest) -> None:
         opened = self._transports.get(choice)
         link = opened.transport.open_link(partial(self._take, request.card.node_id))
         try:
@@ -132,6 +138,12 @@ class Destinations:
         if not watch:
             self._watch.remove(incarnation)
         return self._met.pop(incarnation, None)
+
+    def close_link(self, peer: Destination) -> None:
+        """Every transfer of it is done on return. A link of which a part did not close is remembered."""
+        peer.link.close()
+        if not peer.link.revoked:
+            self._open.setdefault(peer.request.card.incarnation, peer.request.number)
 
     def may_still_read(self, incarnation: Incarnation) -> bool:
         """Whether closing the link leaves a peer that may read our memory, for as long as it lives."""
@@ -159,6 +171,8 @@ def unfit_regions(request: MeetRequest, here: PageGeometry) -> str | None:
     theirs = request.card
     if len(request.regions) != theirs.parallel.tp:
         return f"{theirs.node_id} has {theirs.parallel.tp} ranks and exposes {len(request.regions)} regions"
+    if theirs.rails and len(theirs.rails) != theirs.parallel.tp:
+        return f"{theirs.node_id} has {theirs.parallel.tp} ranks and names the rails of {len(theirs.rails)}"
     held = shards(theirs.groups[0], theirs.parallel.tp).heads
     block_bytes = replace(here, kv_heads=held).block_bytes
     for rank, grant in enumerate(request.regions):

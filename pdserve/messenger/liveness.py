@@ -20,10 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 def host_identity() -> str:
-    """Equal for processes that share memory and process ids: boot and pid namespace."""
+    """Equal for processes that share memory and process ids: boot, pid namespace, and which /dev/shm they see.
+
+    Containers may share the ids and not the memory. That their network namespaces differ parts nobody here.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     with contextlib.suppress(OSError):
-        return f"{boot.read_text().strip()}:{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot.read_text().strip()}:{os.readlink('/proc/self/ns/pid')}:shm:[{os.stat('/dev/shm').st_dev}]"
     return socket.gethostname()
 
 

@@ -66,7 +66,7 @@ class WireWish:
         try:
             return choose(self.provider, mine.reach, theirs.reach, allow_tcp=self.allow_tcp)
         except TransportError as error:
-            raise MeetingRefused(str(error)) from error
+            raise MeetingRefused(f"{error}. `pdserve doctor` says on each node what is missing there") from error
 
 
 @dataclass(frozen=True, slots=True)

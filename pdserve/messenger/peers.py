@@ -130,11 +130,7 @@ class PeerTable:
 
     def _open(self, node: NodeId, number: int, choice: Choice) -> Peer:
         transport = self._parts.transports.get(choice).transport
-        granted = sum(peer.window for peer in self._peers.values() if peer.transport is transport)
-        most = transport.max_window // self._parts.replica.count
-        window = min(self._parts.window, most - granted)
-        if window < 1:
-            raise MeetingRefused(f"all {most} writes that may be outstanding here are granted")
+        window = min(self._parts.window, transport.max_window)  # every link has a receive queue of its own
         answer_by = time.monotonic() + self._parts.settings.request_timeout_s
         link = transport.open_link(partial(self._take, node))
         return Peer(node, number, self._parts.channel(node), transport, link, window, answer_by)

@@ -2,30 +2,30 @@
 
 One thread (`pdserve-receiver`) owns all state. A request is a *job*; each attempt to get its pages from some prefill
 node is a *handoff* of its own (`attempts.py`), with pages, slot and counter of its own. An attempt that failed may
-outlive its job, in quarantine, until its memory is safe.
+outlive its job (`jobs.py`), in quarantine, until its memory is safe.
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
 from collections.abc import Callable
 from functools import partial
 
-from pdserve.errors import MeetingRefused, OutOfPages
+from pdserve.errors import MeetingRefused
 from pdserve.messenger.attempts import Attempts
+from pdserve.messenger.jobs import Jobs
 from pdserve.messenger.line import Intake
 from pdserve.messenger.mailbox import Mailbox
 from pdserve.messenger.peers import Peer, PeerTable, ReceiverParts
-from pdserve.messenger.target import DecodeEngine, HandoffTrace, Job, TargetHandoff
-from pdserve.messenger.wire import Accept, Done, NotMet, Quiesced, Reject, ToDecode
-from pdserve.types import FinishReason, GenerationRequest, Incarnation, NodeId, PageIndex, RequestId, SequenceOutput
+from pdserve.messenger.target import DecodeEngine, HandoffTrace
+from pdserve.messenger.wire import Accept, Done, MeetReply, NotMet, Quiesced, Reject, ToDecode
+from pdserve.types import GenerationRequest, Incarnation, NodeId, RequestId, SequenceOutput
 
 _log = logging.getLogger(__name__)
 
 CHECK_S = 0.02
-REROUTE_PAUSE_S = 0.5
+ASK_AGAIN_S = 5.0  # before a prefill node is met for no other reason than that it closes its side
 
 Event = Callable[[], None]
 
@@ -35,32 +35,30 @@ class Receiver:
 
     def __init__(self, parts: ReceiverParts) -> None:
         self._parts = parts
-        self._engine: DecodeEngine | None = None
-        self._jobs: dict[RequestId, Job] = {}
-        self._arrivals = 0
-        self._waiting: list[Job] = []  # for pages, by arrival
-        self._next_check = 0.0
+        self._next_check = self._next_ask = 0.0
         self._intake: Intake[ToDecode] = Intake(Accept, Reject, Quiesced, Done, NotMet)
         self._peers = PeerTable(parts, lambda node, data: self._mail.post(lambda: self._read(node, data)))
         self._mail: Mailbox[Event] = Mailbox("pdserve-receiver", lambda event: event(), self._between)
+        self._jobs = Jobs(parts, self._peers, self._mail.post)
         self._attempts = Attempts(parts, self._peers, self._mail.post)
-        self._attempts.outcomes = self
+        self._jobs.attempts, self._jobs.meet = self._attempts, self._meet
+        self._attempts.outcomes, self._attempts.revoke = self._jobs, self.revoke
         self._mail.start()
-        self._unsubscribe = parts.pool.subscribe(lambda: self._mail.post(self._admit))
+        self._unsubscribe = parts.pool.subscribe(lambda: self._mail.post(self._jobs.admit))
 
     def attach(self, engine: DecodeEngine) -> None:
         """Names the engine that decodes; before the first request."""
-        self._engine = engine
+        self._jobs.attach(engine)
 
     # ------------------------------------------------ from the node
 
     def start(self, request: GenerationRequest, prefill: NodeId, *, only_there: bool = False) -> None:
         """Takes a request, whose prompt `prefill` shall compute; with `only_there`, that node or none, and once."""
-        self._mail.post(lambda: self._start(request, prefill, only_there))
+        self._mail.post(lambda: self._jobs.start(request, prefill, only_there))
 
     def cancel(self, request_id: RequestId) -> None:
         """The caller has gone: everything of the request ends, wherever it is. Unknown ids are ignored."""
-        self._mail.post(lambda: self._cancel(request_id))
+        self._mail.post(lambda: self._jobs.cancel(request_id))
 
     def on_message(self, message: ToDecode) -> None:
         """One that has come aside of the links."""
@@ -72,7 +70,7 @@ class Receiver:
 
     def trace(self, request_id: RequestId) -> HandoffTrace | None:
         """What is known of a request's last handoff; None if it had none (or long ago)."""
-        return self._attempts.trace(request_id)
+        return self._attempts.traces.get(request_id)
 
     def peer_replaced(self, node: NodeId, incarnation: Incarnation) -> None:
         """Another incarnation lives there now: what was met before is revoked."""
@@ -86,7 +84,7 @@ class Receiver:
     @property
     def waiting(self) -> int:
         """Requests whose pages are not there yet."""
-        return sum(not job.delivered for job in list(self._jobs.values()))
+        return self._jobs.waiting
 
     @property
     def handoffs(self) -> int:
@@ -119,156 +117,10 @@ class Receiver:
         self._parts.emit(outputs)
         ended = [output.request_id for output in outputs if output.finish is not None]
         if ended:
-            self._mail.post(lambda: self._forget(ended))
+            self._mail.post(lambda: self._jobs.forget(ended))
 
     def preempted(self, request: GenerationRequest, generated: tuple[int, ...]) -> None:
-        self._mail.post(lambda: self._preempted(request, generated))
-
-    # ------------------------------------------------ jobs
-
-    def _start(self, request: GenerationRequest, prefill: NodeId, only_there: bool = False) -> None:
-        if request.request_id in self._jobs:
-            _log.error("request %s is here already: the second one is ignored", request.request_id)
-            return
-        self._arrivals += 1
-        job = Job(request, (), prefill, self._arrivals, only_there=only_there)
-        self._jobs[request.request_id] = job
-        pages = self._parts.memory.geometry.pages_for(len(job.tokens))
-        if pages > self._parts.pool.total:
-            reason = f"prompt needs {pages} pages, this node has {self._parts.pool.total}"
-            self._end(request.request_id, FinishReason.ERROR, reason)
-        elif len(job.tokens) == 1:  # nothing to prefill: no handoff
-            self._deliver(job, ())
-        else:
-            self._queue(job)
-
-    def _preempted(self, request: GenerationRequest, generated: tuple[int, ...]) -> None:
-        job = self._jobs.get(request.request_id)
-        if job is None or job.cancelled:
-            self._end(request.request_id, FinishReason.ABORT, None)
-            return
-        self._jobs[request.request_id] = again = Job(request, generated, job.prefill, job.arrival)
-        self._queue(again)
-
-    def _cancel(self, request_id: RequestId) -> None:
-        assert self._engine is not None
-        job = self._jobs.get(request_id)
-        if job is None:
-            return
-        job.cancelled = True
-        if job.delivered:
-            # If the engine preempts it at this moment, `_preempted` finds the mark.
-            self._engine.cancel(request_id)
-            return
-        self._attempts.give_up(job.handoff, "cancelled by the caller")
-        self._end(request_id, FinishReason.ABORT, None)
-
-    def _end(
-        self, request_id: RequestId, finish: FinishReason, error: str | None, *, unavailable: bool = False
-    ) -> None:
-        self._forget([request_id])
-        self._parts.emit((SequenceOutput(request_id, (), finish, error, unavailable),))
-
-    def _forget(self, request_ids: list[RequestId]) -> None:
-        for request_id in request_ids:
-            self._jobs.pop(request_id, None)
-
-    def _deliver(self, job: Job, pages: tuple[PageIndex, ...]) -> None:
-        assert self._engine is not None
-        job.delivered, job.handoff = True, None
-        try:
-            self._engine.submit_ready(job.request, pages, job.generated)
-        except Exception as error:  # then the pages are still ours
-            self._parts.pool.free(pages)
-            self._end(job.request.request_id, FinishReason.ERROR, str(error))
-
-    # ------------------------------------------------ attempts
-
-    def _queue(self, job: Job) -> None:
-        """In line for pages; first of all its prefill node must be met."""
-        peer = self._peers.get(job.prefill)
-        if peer is not None and peer.link is not None:
-            job.reroute_until = None
-            job.give_up_at = job.give_up_at or time.monotonic() + self._parts.settings.transfer_timeout_s
-            bisect.insort(self._waiting, job, key=lambda waiting: waiting.arrival)
-            self._admit()
-            return
-        job.meeting = True
-        if peer is None:
-            self._meet(job.prefill)
-
-    def _admit(self) -> None:
-        """Starts handoffs in order of arrival, as pages allow."""
-        while self._waiting:
-            job = self._waiting[0]
-            peer = self._peers.get(job.prefill)
-            if self._jobs.get(job.request.request_id) is not job or job.cancelled:
-                self._waiting.pop(0)
-            elif peer is None or peer.link is None:  # lost while it waited
-                self._queue(self._waiting.pop(0))
-            elif self._attempt(job, peer):
-                self._waiting.pop(0)
-            else:
-                return
-
-    def _attempt(self, job: Job, peer: Peer) -> bool:
-        """False when pages are short now."""
-        assert self._engine is not None
-        # Each running sequence may need a page at its next step: admitting more would only preempt them.
-        spare = self._engine.load().running
-        try:
-            handoff = self._attempts.begin(job.request.request_id, job.tokens, peer, leave_free=spare)
-        except OutOfPages:
-            return False
-        job.attempts += 1
-        job.handoff, job.give_up_at = handoff, None
-        return True
-
-    def pages_ready(self, attempt: TargetHandoff) -> None:
-        job = self._jobs.get(attempt.request_id)
-        assert job is not None and job.handoff == attempt.id  # whatever ends a job gives its attempt up first
-        self._deliver(job, attempt.pages)
-
-    def attempt_failed(self, attempt: TargetHandoff, reason: str, retryable: bool) -> None:
-        job = self._jobs.get(attempt.request_id)
-        if job is None or job.cancelled or job.handoff != attempt.id:
-            return
-        _log.warning("handoff %s of %s from %s failed: %s", attempt.id, attempt.request_id, attempt.peer, reason)
-        job.handoff = None
-        self._try_elsewhere(job, reason, retryable)
-
-    def _try_elsewhere(self, job: Job, reason: str, retryable: bool = True) -> None:
-        job.tried.add(job.prefill)
-        job.reason, job.give_up_at = reason, None
-        if not retryable or job.only_there or job.attempts >= self._parts.settings.attempts:
-            error = f"prefill failed: {reason}"
-            self._end(job.request.request_id, FinishReason.ERROR, error, unavailable=retryable)
-            return
-        job.reroute_until = job.reroute_until or time.monotonic() + self._parts.settings.failover_timeout_s
-        self._ask_reroute(job)
-
-    def _ask_reroute(self, job: Job) -> None:
-        job.reroute_at, job.rerouting = None, True
-
-        def reply(node: NodeId | None) -> None:
-            self._mail.post(lambda: self._rerouted(job, node))
-
-        try:
-            self._parts.reroute(job.request.request_id, frozenset(job.tried), reply)
-        except Exception as error:
-            _log.warning("cannot ask for another prefill node: %s", error)
-            reply(None)
-
-    def _rerouted(self, job: Job, node: NodeId | None) -> None:
-        if self._jobs.get(job.request.request_id) is not job or job.cancelled or not job.rerouting:
-            return
-        job.rerouting = False
-        if node is not None:
-            job.prefill = node
-            self._queue(job)
-        else:
-            job.tried = set()  # a node that was restarted deserves another try
-            job.reroute_at = time.monotonic() + REROUTE_PAUSE_S
+        self._mail.post(lambda: self._jobs.preempted(request, generated))
 
     # ------------------------------------------------ peers
 
@@ -280,28 +132,19 @@ class Receiver:
             self._meeting_failed(node, error)
 
     def _met(self, peer: Peer, answer: object) -> None:
+        if isinstance(answer, MeetReply):  # which may come too late for the meeting, and is true all the same
+            self._attempts.closed_there(answer.card.incarnation, answer.closed_through)
         try:
             if not self._peers.complete(peer, answer):
                 return
         except Exception as error:
             self._meeting_failed(peer.node, error)
             return
-        for job in self._end_meeting(peer.node):
-            self._queue(job)
+        self._jobs.met(peer.node)
 
     def _meeting_failed(self, node: NodeId, error: Exception) -> None:
-        """A refusal counts as an attempt. A node that cannot be reached may be starting: time alone bounds that."""
         _log.warning("meeting %s failed: %s", node, error)
-        for job in self._end_meeting(node):
-            job.attempts += isinstance(error, MeetingRefused)
-            self._try_elsewhere(job, f"could not meet {node}: {error}")
-
-    def _end_meeting(self, node: NodeId) -> list[Job]:
-        """The jobs that have waited for it."""
-        jobs = [job for job in self._jobs.values() if job.meeting and job.prefill == node]
-        for job in jobs:
-            job.meeting = False
-        return jobs
+        self._jobs.not_met(node, str(error), refused=isinstance(error, MeetingRefused))
 
     def _read(self, node: NodeId, data: bytes) -> None:
         message = self._intake.read(data, node)
@@ -320,13 +163,14 @@ class Receiver:
     def revoke(self, peer: Peer, reason: str, *, ended: bool = False) -> None:
         """After this nothing of the peer can land, and all memory that it could have hit is safe.
 
-        Where the transport cannot promise that, or closing the link has failed, such memory is held until the peer's
-        process has `ended`.
+        Where the transport cannot promise that, or closing the link has failed, such memory is held until the peer has
+        closed its side, which it does before it meets us again, or its process has `ended`.
         """
         _log.warning("revoking %s: %s", peer.node, reason)
         peer.offered.close()
         met, safe = peer.link is not None, ended or (peer.transport.revokes and peer.offered.revoked)
         self._peers.revoke(peer, watch=not safe)
+        self._next_ask = time.monotonic() + ASK_AGAIN_S
         if met:
             self._attempts.revoked(peer, reason, safe=safe)
         else:
@@ -341,7 +185,7 @@ class Receiver:
         peer = self._peers.of(incarnation)
         if peer is not None:
             self.revoke(peer, "its process has ended", ended=True)
-        self._attempts.release_held(incarnation)
+        self._attempts.process_ended(incarnation)
 
     def _replace(self, node: NodeId, incarnation: Incarnation) -> None:
         peer = self._peers.get(node)
@@ -349,9 +193,7 @@ class Receiver:
             self.revoke(peer, "it was restarted")
 
     def _close(self) -> None:
-        for job in list(self._jobs.values()):
-            if not job.delivered:
-                self._end(job.request.request_id, FinishReason.ABORT, "the decode node is closing")
+        self._jobs.close()
         for peer in self._peers.all():
             self.revoke(peer, "the decode node is closing")
 
@@ -372,18 +214,14 @@ class Receiver:
         for peer in self._peers.unanswered(now):
             self.revoke(peer, "it did not answer a meeting in time")
         self._attempts.check(now)
-        for job in list(self._jobs.values()):
-            if not job.delivered and job.handoff is None:
-                self._check_job(job, now)
-        self._admit()  # what kept the first one waiting may have ended without freeing a page
+        self._jobs.check(now)
+        if now >= self._next_ask:
+            self._next_ask = now + ASK_AGAIN_S
+            self._ask_for_closing()
 
-    def _check_job(self, job: Job, now: float) -> None:
-        if job.reroute_until is not None and now > job.reroute_until:
-            patience = self._parts.settings.failover_timeout_s
-            error = f"prefill failed: {job.reason}; no other prefill node became ready within {patience:g} s"
-            self._end(job.request.request_id, FinishReason.ERROR, error, unavailable=True)
-        elif job.reroute_at is not None and now > job.reroute_at:
-            self._ask_reroute(job)
-        elif job.give_up_at is not None and now > job.give_up_at:
-            error = "no pages became free in time: the node is overloaded"
-            self._end(job.request.request_id, FinishReason.ERROR, error, unavailable=True)
+    def _ask_for_closing(self) -> None:
+        """Meets those that may still write to what we have taken from them: nothing is to be held for ever."""
+        for node, incarnation in self._attempts.may_still_write.items():
+            card = self._parts.card_of(node)
+            if self._peers.get(node) is None and card is not None and card.incarnation == incarnation:
+                self._meet(node)

@@ -174,7 +174,7 @@ class Sender:
             return
         _log.warning("lost %s: %s", peer.request.card.node_id, reason)
         self._sources.stop_all(incarnation, reason, hold=hold)
-        peer.link.close()  # every transfer of it is done on return; their callbacks are in the mailbox
+        self._peers.close_link(peer)  # the callbacks of its transfers are in the mailbox then
         if tell:
             mine, meeting = self._parts.card.incarnation, HandoffId(incarnation, peer.request.number)
             self._send_aside(peer.request.card.node_id, NotMet(meeting, mine, mine, reason))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass, field
 
@@ -11,25 +10,15 @@ from numpy.typing import NDArray
 
 from pdserve.engine.hooks import Chunk
 from pdserve.messenger.handoff.prefill import PrefillHandoff
-from pdserve.messenger.wire import HandoffRequest, LayerTiming, PrefillTimings, RegionGrant
+from pdserve.messenger.timings import WriteLog
+from pdserve.messenger.wire import HandoffRequest, PrefillTimings, RegionGrant
 from pdserve.types import PageIndex, RequestId
 from policies.plan import LayerWrites, RankWrites
-from transport.api import PagedWrite, SourceRegion, Transfer
-from transport.errors import TransportClosed
+from transport.api import PagedWrite, SourceRegion
 
 
 def _no_pages() -> NDArray[np.int64]:
     return np.empty(0, dtype=np.int64)
-
-
-@dataclass(slots=True)
-class _LayerWrite:
-    chunk: int
-    layer: int
-    computed_at: float
-    posted_at: float
-    transfer: Transfer
-    bytes: int
 
 
 @dataclass(slots=True)
@@ -48,9 +37,8 @@ class SourceHandoff:
     drain_by: float | None = None  # once it is stopped: how long its writes in flight may take
     chunk_source: NDArray[np.int64] = field(default_factory=_no_pages)  # pages of the current chunk, here
     chunk_target: NDArray[np.int64] = field(default_factory=_no_pages)  # and there
-    _chunks: list[tuple[int, int]] = field(default_factory=list)
+    log: WriteLog = field(default_factory=WriteLog)
     _computed: list[tuple[int, float]] = field(default_factory=list)  # layers not yet posted, when they were seen
-    _writes: list[_LayerWrite] = field(default_factory=list)
 
     @property
     def job_id(self) -> RequestId:
@@ -72,7 +60,7 @@ class SourceHandoff:
 
     def begin_chunk(self, chunk: Chunk, now: float) -> None:
         self.started_at = self.started_at or now
-        self._chunks.append((chunk.start, chunk.end))
+        self.log.begin_chunk(chunk.start, chunk.end)
         self._computed = []
         first = max(chunk.start // self.page_size, self.request.present_pages)
         stop = max(first, -(-chunk.end // self.page_size))
@@ -106,30 +94,5 @@ class SourceHandoff:
             imm=self.request.imm,
         )
 
-    def submitted(self, layer: int, times: tuple[float, float], transfer: Transfer, block_bytes: int) -> None:
-        """`times`: when the layer was seen to be computed, and when its writes were handed to the transport."""
-        size = block_bytes * transfer.total
-        self._writes.append(_LayerWrite(len(self._chunks) - 1, layer, *times, transfer, size))
-
-    def stop_transfers(self) -> None:
-        for write in self._writes:
-            if not write.transfer.done:
-                with contextlib.suppress(TransportClosed):  # then it is done
-                    write.transfer.cancel()
-
     def timings(self) -> PrefillTimings:
-        layers = tuple(
-            LayerTiming(
-                chunk=write.chunk,
-                layer=write.layer,
-                computed_at=write.computed_at,
-                posted_at=write.posted_at,
-                completed_at=write.transfer.finished_at or 0.0,
-                writes=write.transfer.completed,
-                bytes=write.bytes,
-            )
-            for write in self._writes
-        )
-        return PrefillTimings(
-            self.received_at, self.started_at, self.computed_at, self.drained_at, tuple(self._chunks), layers
-        )
+        return PrefillTimings(self.received_at, self.started_at, self.computed_at, self.drained_at, *self.log.summary())

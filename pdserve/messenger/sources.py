@@ -18,14 +18,15 @@ from pdserve.errors import OutOfPages
 from pdserve.kv.memory import KvMemory
 from pdserve.kv.pool import PagePool
 from pdserve.messenger.destinations import Destination, Destinations
+from pdserve.messenger.draw import Draw
 from pdserve.messenger.handoff import prefill as h
 from pdserve.messenger.layers import LayerWatch
 from pdserve.messenger.meeting import ALONE, Replica, Transports, WireWish
 from pdserve.messenger.source import SourceHandoff
 from pdserve.messenger.wire import Done, HandoffId, HandoffRequest, NodeCard, Quiesced, Reject, ToDecodeChannel
 from pdserve.types import Incarnation, NodeId, PageIndex, RequestId
-from policies.plan import GroupPages, PlanRequest, RankWrites, TransferPlan, make_plan
-from policies.sources import draw_sources
+from policies.plan import RankWrites
+from policies.sources import SourcePolicy
 from transport.api import Transfer
 from transport.errors import TransferCancelled, TransportError
 
@@ -51,7 +52,8 @@ class SenderParts:
     wish: WireWish
     channel: Callable[[NodeId], ToDecodeChannel]
     replica: Replica = ALONE
-    random: Random = field(default_factory=Random)  # draws which copies of the cache are read
+    random: Random = field(default_factory=Random)  # draws which copies of the cache are read …
+    source_policy: SourcePolicy = SourcePolicy.RANDOM  # … by this rule
 
 
 class Ends(Protocol):
@@ -72,6 +74,7 @@ class Sources:
         self._by_job: dict[RequestId, HandoffId] = {}
         self._held: dict[Incarnation, list[PageIndex]] = {}
         self._waiting: deque[HandoffId] = deque()
+        self.draw = Draw(parts.card, parts.memory.geometry, parts.source_policy, parts.random)
         self.watch = LayerWatch(parts.memory.geometry.layers)
         self.ends: Ends | None = None
         self.failures = 0  # ended without their pages, cancelled ones apart
@@ -106,21 +109,13 @@ class Sources:
 
     def add(self, request: HandoffRequest) -> None:
         """It starts when pages allow, which `admit` sees to."""
-        source = SourceHandoff(request, time.monotonic(), self._parts.card.page_size, self._draw(request).entries)
+        peer = self._peers.get(request.source)
+        assert peer is not None  # who has sent it has been met
+        plan = self.draw.plan(peer, len(request.pages))
+        source = SourceHandoff(request, time.monotonic(), self._parts.card.page_size, plan.entries)
         self._handoffs[request.id] = source
         self._by_job[source.job_id] = request.id
         self._waiting.append(request.id)
-
-    def _draw(self, request: HandoffRequest) -> TransferPlan:
-        """Which rank writes what to which; where several hold the same, one of them is drawn."""
-        peer = self._peers.get(request.source)
-        assert peer is not None  # who has sent it has been met
-        card, there, here = self._parts.card, peer.request.card.parallel, self._parts.memory.geometry
-        groups = tuple(
-            GroupPages(group, here.head_dim, here.element_bytes, len(request.pages)) for group in card.groups
-        )
-        drawn = draw_sources(card.groups, (card.parallel.tp, there.tp), self._parts.random)
-        return make_plan(PlanRequest(groups, card.parallel, there, card.page_size), drawn)
 
     def cancel(self, handoff: HandoffId) -> None:
         source = self._handoffs[handoff]
@@ -226,7 +221,7 @@ class Sources:
             case h.StopJob():
                 self._engine.cancel_job(source.job_id)
             case h.StopTransfers():
-                source.stop_transfers()
+                source.log.cancel()
             case h.FreeSourcePages() if source.hold:
                 self._parts.pool.quarantine(source.pages)
                 self._held.setdefault(source.request.source, []).extend(source.pages)
@@ -271,7 +266,8 @@ class Sources:
                 self._post_event(partial(self.ends.broken, peer, str(error)))
             self._feed(source, h.TransferEnded(0, f"writes cannot be posted: {error}"))
         else:
-            source.submitted(layer, (computed_at, posted_at), transfer, write.block_bytes)
+            size_bytes = write.block_bytes * transfer.total
+            source.log.submitted(layer, (computed_at, posted_at), transfer, size_bytes)
 
     def _transfer_done(self, handoff: HandoffId, peer: Destination, transfer: Transfer) -> None:
         self._post_event(lambda: self._transfer_ended(handoff, peer, transfer))

@@ -15,7 +15,10 @@ from policies.sharding import LayerGroup, ParallelLayout
 from transport.api import Imm, LinkAddress, RegionDescriptor
 from transport.choice import Reach
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+
+LAYER_ROWS = 4096
+"""Most rows of layers that a `Done` has, and most chunks."""
 
 
 class HandoffId(NamedTuple):
@@ -51,6 +54,7 @@ class NodeCard:
     rdma: tuple[str, ...] = ()  # those of `providers` that have an active RDMA device …
     nics: tuple[str, ...] = ()  # … and these devices
     gpus: bool = False  # its KV memory is a GPU's
+    rails: tuple[frozenset[int], ...] = ()  # per rank those of the NICs nearest to it; empty: all ranks use all NICs
 
     @property
     def reach(self) -> Reach:
@@ -91,10 +95,15 @@ class MeetRequest:
 
 @dataclass(frozen=True, slots=True)
 class MeetReply:
-    """P → D: who I am, and where my end of the link is."""
+    """P → D: who I am, where my end of the link is, and which of my earlier links towards you are closed.
+
+    Of every meeting up to number `closed_through` P has closed its end before it answered, so that nothing of it is in
+    flight: memory that D could not make safe by itself (`Transport.revokes`) is safe by this. 0: of none.
+    """
 
     card: NodeCard
     address: LinkAddress
+    closed_through: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +165,13 @@ class Quiesced:
 
 @dataclass(frozen=True, slots=True)
 class LayerTiming:
-    """One layer of one chunk. Times are `time.monotonic()` seconds of P's host."""
+    """One layer of one chunk, over all pairs of ranks. Times are `time.monotonic()` seconds of P's host."""
 
     chunk: int
     layer: int
     computed_at: float
-    posted_at: float
-    completed_at: float
+    posted_at: float  # the first write of it
+    completed_at: float  # the last one
     writes: int
     bytes: int
 
@@ -175,7 +184,7 @@ class PrefillTimings:
     started_at: float  # its first chunk began
     computed_at: float  # its last forward pass ended
     drained_at: float  # its last write had completed locally
-    chunks: tuple[tuple[int, int], ...]  # token ranges
+    chunks: tuple[tuple[int, int], ...]  # token ranges; of a very long prompt several chunks count as one
     layers: tuple[LayerTiming, ...]
 
 

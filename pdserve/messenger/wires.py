@@ -29,7 +29,7 @@ def find_wires(settings: TransportSettings) -> Wires:
     """What can be opened here. Raises LibraryMissing.
 
     UCX is looked for only if it is asked for, or if there is no libfabric: to load it changes a process, which then
-    has UCX's signal handlers.
+    has UCX's signal handlers. So of two nodes of which only one has libfabric, both must be told `ucx` to meet.
     """
     if settings.provider == "ucx":
         load_libucp(settings.libucp)

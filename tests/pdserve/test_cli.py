@@ -64,7 +64,7 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
 def test_bench_lists_its_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     assert main(["bench"]) == 2
-    assert "{transport,serve}" in capsys.readouterr().out
+    assert "{transport,serve,ranks}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

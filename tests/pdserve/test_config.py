@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from pdserve.config import EngineSettings, Settings, load_settings, parse_override
+from pdserve.config import (
+    PRESETS,
+    DeploymentSettings,
+    EngineSettings,
+    NodeSettings,
+    Settings,
+    load_settings,
+    parse_override,
+)
 from pdserve.errors import ConfigError
 from pdserve.validation import sections
 
@@ -29,12 +37,21 @@ def refusal(tmp_path: Path, text: str, overrides: dict[str, Any] | None = None) 
 
 def test_defaults_need_no_file() -> None:
     assert load_settings() == Settings()
-    assert (Settings().deployment.prefill, Settings().deployment.decode) == (1, 1)
+    nodes = Settings().deployment
+    assert (nodes.prefill, nodes.decode, nodes.colocated.count) == (NodeSettings(), NodeSettings(), 0)
 
 
 @pytest.mark.parametrize("file", sorted(CLUSTERS.glob("*.yaml")), ids=lambda file: file.name)
 def test_every_shipped_file_loads(file: Path) -> None:
     load_settings(file)
+
+
+@pytest.mark.parametrize("name", ["qwen-tp", "r1-tp", "r1-dp"])
+def test_a_presets_file_asks_for_the_preset_as_it_is(name: str) -> None:
+    """What it repeats, to be changed by whoever copies it, is what the preset says."""
+    shipped, preset = load_settings(CLUSTERS / f"{name}.yaml"), load_settings(None, {"deployment.preset": name})
+    assert shipped.deployment == preset.deployment
+    assert shipped.ray_address == "auto"
 
 
 def test_local_yaml_lists_every_key_with_its_default() -> None:
@@ -63,6 +80,12 @@ def test_empty_files_and_sections_mean_the_defaults(tmp_path: Path, text: str) -
         ("engine: {max_batch: true}", "engine.max_batch: got True, allowed: a whole number, at least 1"),
         ("engine: {max_model_len: x}", "engine.max_model_len: got 'x', allowed: a whole number or null, at least 4"),
         ("engine: {deterministic: 1}", "engine.deterministic: got 1, allowed: true or false"),
+        ("deployment: {preset: r2}", "deployment.preset: got 'r2', allowed: local, qwen-tp, r1-tp, r1-dp or null"),
+        ("deployment: {decode: x}", "deployment.decode: got 'x', allowed: a number of nodes, at least 0, or a mapping"),
+        ("deployment: {decode: -1}", "deployment.decode: got -1, allowed: a number of nodes, at least 0, or a mapping"),
+        ("deployment: {decode: true}", "deployment.decode: got True, allowed: a number of nodes, at least 0, or a"),
+        ("deployment: {decode: {tp: 0}}", "deployment.decode.tp: got 0, allowed: a whole number, at least 1, at most"),
+        ("deployment: {decode: {ep: 8}}", "deployment.decode.ep: got 8, allowed: true or false"),
         ("http: {port: 65536}", "http.port: got 65536, allowed: a whole number, at least 0, at most 65535"),
         ("http: {host: 8}", "http.host: got 8, allowed: text"),
         ("handoff: {request_timeout_s: 0}", "handoff.request_timeout_s: got 0, allowed: a number, more than 0"),
@@ -94,6 +117,14 @@ def test_wrong_values_are_named_with_what_is_allowed(tmp_path: Path, text: str, 
         ),
         ("port: 8000", "unknown key port; did you mean http.port? allowed here: model, "),
         ("http: {dtype: bf16}", "unknown key http.dtype; did you mean engine.dtype? allowed here: host, port"),
+        (
+            "deployment: {decode: {gpu_typ: A}}",
+            "unknown key deployment.decode.gpu_typ; did you mean deployment.decode.gpu_type? allowed",
+        ),
+        (
+            "deployment: {tp: 2}",
+            "unknown key deployment.tp; did you mean deployment.prefill.tp? allowed here: preset, ",
+        ),
         ("engine: {zzz: 1}", "unknown key engine.zzz; allowed here: dtype, "),
         ("engine: {3: 1}", "line 1, column 10: key 3 must be text"),
         ("engine: {yes: 1}", "line 1, column 10: key True must be text"),
@@ -112,6 +143,10 @@ def test_unknown_keys_are_named_with_the_likely_one(tmp_path: Path, text: str, m
             "engine: {kv_cache_tokens: 4096, max_model_len: 8192}",
             ["engine: kv_cache_tokens (4096)", "max_model_len (8192)"],
         ),
+        ("deployment: {decode: {cpus: 0}}", ["deployment.decode: cpus and gpus are both 0"]),
+        ("deployment: {decode: {gpus: 1.5}}", ["deployment.decode: gpus (1.5) above 1 must be a whole number"]),
+        ("deployment: {prefill: {gpu_type: H200}}", ["deployment.prefill: gpu_type (H200)", "set gpus to 1"]),
+        ("deployment: {prefill: {nics: 4}}", ["deployment.prefill: nics (4) needs a nic_type"]),
         ("deployment: {prefill: 0}", ["deployment: prefill (0) and decode (1) must both be at least 1"]),
         ("deployment: {colocated: 1, decode: 2}", ["deployment: colocated (1) excludes", "decode (2)"]),
     ],
@@ -165,7 +200,45 @@ def test_the_command_line_can_ask_the_baseline_of_any_file(
     file = tmp_path / "settings.yaml"
     file.write_text(text)
     nodes = load_settings(file, {f"deployment.{key}": value for key, value in overrides.items()}).deployment
-    assert (nodes.prefill, nodes.decode, nodes.colocated) == counts
+    assert (nodes.prefill.count, nodes.decode.count, nodes.colocated.count) == counts
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "shapes"),
+    [
+        ("deployment: {decode: {tp: 2}}", {}, [(1, 1, 1, False), (1, 2, 1, False)]),
+        ("deployment: {prefill: {count: 2, dp: 2, ep: true}}", {}, [(2, 1, 2, True), (1, 1, 1, False)]),
+        ("deployment: {decode: {count: 3, tp: 2}}", {"decode": 1}, [(1, 1, 1, False), (1, 2, 1, False)]),
+        ("deployment: {decode: 3}", {"decode.tp": 2}, [(1, 1, 1, False), (3, 2, 1, False)]),
+        ("deployment:\n  decode:\n", {"decode.tp": 2, "prefill": 2}, [(2, 1, 1, False), (1, 2, 1, False)]),
+        ("deployment: {preset: r1-dp}", {}, [(3, 8, 1, True), (1, 1, 8, True)]),
+        ("deployment: {preset: r1-dp, decode: 2}", {"prefill.ep": False}, [(3, 8, 1, False), (2, 1, 8, True)]),
+        ("deployment: {decode: {tp: 4}}", {"preset": "qwen-tp"}, [(1, 8, 1, False), (3, 4, 1, False)]),
+        ("deployment: {preset: qwen-tp}", {"preset": "local"}, [(1, 1, 1, False), (1, 1, 1, False)]),
+    ],
+)
+def test_nodes_have_shapes_that_start_from_a_preset(
+    tmp_path: Path, text: str, overrides: dict[str, Any], shapes: list[tuple[int, int, int, bool]]
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    nodes = load_settings(file, {f"deployment.{key}": value for key, value in overrides.items()}).deployment
+    assert [(kind.count, kind.tp, kind.dp, kind.ep) for kind in (nodes.prefill, nodes.decode)] == shapes
+
+
+def test_colocated_nodes_of_a_preset_have_its_decode_nodes_shape(tmp_path: Path) -> None:
+    for name in PRESETS:
+        nodes = load_settings(None, {"deployment.preset": name, "deployment.colocated": 2}).deployment
+        shaped = load_settings(None, {"deployment.preset": name}).deployment.decode
+        assert (nodes.prefill.count, nodes.decode.count) == (0, 0)
+        assert nodes.colocated == shaped.model_copy(update={"count": 2})
+    assert load_settings(None, {"deployment.colocated.tp": 2}).deployment.colocated == NodeSettings(count=1, tp=2)
+
+
+def test_settings_survive_being_dumped_and_read_again() -> None:
+    settings = load_settings(None, {"deployment.preset": "r1-dp", "deployment.decode.tp": 2})
+    assert Settings.model_validate(settings.model_dump()) == settings
+    assert DeploymentSettings(prefill=NodeSettings(tp=2), decode=NodeSettings(count=3)).prefill.tp == 2
 
 
 @pytest.mark.parametrize(

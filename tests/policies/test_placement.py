@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.errors import ClusterTooSmall, ConfigError
+from pdserve.config import PRESETS, load_settings
+from pdserve.errors import ClusterTooSmall
 from pdserve.types import Role
-from policies.placement import PRESETS, Deployment, Host, NodeKind, RankResources, assign_hosts, preset
+from policies.layout import KvLayout
+from policies.placement import Deployment, Host, NodeKind, RankResources, assign_hosts, deployment_of
 from policies.sharding import ParallelLayout
+
+CLUSTERS = Path(__file__).parents[2] / "clusters"
+
+
+def preset(name: str, **overrides: Any) -> Deployment:
+    keys = {f"deployment.{key.replace('__', '.')}": value for key, value in overrides.items()}
+    return deployment_of(load_settings(None, {"deployment.preset": name, **keys}))
 
 
 def gpu_hosts(count: int, gpus: float = 8) -> list[Host]:
@@ -28,6 +40,12 @@ def test_the_reference_deployments_take_a_host_per_node(name: str) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["qwen-tp", "r1-tp", "r1-dp"])
+def test_the_shipped_files_take_the_same(name: str) -> None:
+    groups = assign_hosts(deployment_of(load_settings(CLUSTERS / f"{name}.yaml")), gpu_hosts(4))
+    assert groups == assign_hosts(preset(name), gpu_hosts(4))
+
+
 def test_the_local_preset_needs_one_host_and_no_gpu() -> None:
     groups = assign_hosts(preset("local"), [Host("here", {"CPU": 2})])
     assert [(group.name, group.host, group.bundles) for group in groups] == [
@@ -37,8 +55,9 @@ def test_the_local_preset_needs_one_host_and_no_gpu() -> None:
 
 
 def test_types_are_asked_for_by_resource() -> None:
-    rank = RankResources(cpus=4, gpus=1, gpu_type="H200", nics=2, nic_type="efa")
-    deployment = preset("r1-dp").with_counts(prefill=1, decode=2).with_rank(rank)
+    rank = {"cpus": 4, "gpu_type": "H200", "nics": 2, "nic_type": "efa"}
+    keys = {f"{kind}__{key}": value for kind in ("prefill", "decode") for key, value in rank.items()}
+    deployment = preset("r1-dp", prefill=1, decode=2, **keys)
     wanted = {"CPU": 4, "GPU": 1, "accelerator_type:H200": 0.001, "nic:efa": 2}
     hosts = [Host(h.id, {**h.free, "accelerator_type:H200": 1.0, "nic:efa": 16}) for h in gpu_hosts(3)]
     groups = assign_hosts(deployment, hosts)
@@ -55,6 +74,9 @@ def test_a_small_cluster_is_told_what_is_missing() -> None:
         "the cluster is too small for r1-tp: no room for 2 of 3 decode nodes, each 8 bundles of {CPU: 2, GPU: 1} on "
         "one host (free now: host-0 CPU: 96, GPU: 8; host-1 CPU: 96, GPU: 8; desk CPU: 8, GPU: 0)"
     )
+    two = [Host("a1", {"CPU": 0.5}, "10.0.0.1"), Host("b2", {}, "10.0.0.2")]
+    with pytest.raises(ClusterTooSmall, match=r"free now: 10.0.0.1 CPU: 0.5; 10.0.0.2 CPU: 0\)"):
+        assign_hosts(preset("local"), two)
     with pytest.raises(ClusterTooSmall, match="the cluster has no host"):
         assign_hosts(preset("local"), [])
 
@@ -64,15 +86,28 @@ def test_ranks_of_a_node_never_split_over_hosts() -> None:
         assign_hosts(preset("qwen-tp"), gpu_hosts(50, gpus=7))
 
 
-def test_wrong_shapes_and_names_are_refused_with_what_is_allowed() -> None:
-    with pytest.raises(ConfigError, match="no deployment preset 'r2'; allowed: local, qwen-tp, r1-tp, r1-dp"):
-        preset("r2")
-    with pytest.raises(ConfigError, match="decode nodes: count is -1, allowed: at least 0"):
-        NodeKind(Role.DECODE, -1)
-    with pytest.raises(ConfigError, match="prefill nodes: tp is 0, allowed: at least 1"):
-        NodeKind(Role.PREFILL, 1, ParallelLayout(0))
-    with pytest.raises(ConfigError, match="decode nodes: nics is 2 without a nic_type"):
-        NodeKind(Role.DECODE, 1, rank=RankResources(nics=2))
+def test_settings_become_kinds_of_nodes_that_there_are_any_of() -> None:
+    overrides = {
+        "deployment.decode": 2,
+        "deployment.decode.dp": 2,
+        "deployment.decode.ep": True,
+        "deployment.decode.cpus": 0.5,
+        "engine.kv_layout": "nhd",
+    }
+    deployment = deployment_of(load_settings(None, overrides))
+    assert deployment.name == "this deployment"
+    assert deployment.kinds == (
+        NodeKind(Role.PREFILL, 1, ParallelLayout(1, KvLayout.NHD)),
+        NodeKind(Role.DECODE, 2, ParallelLayout(1, KvLayout.NHD, 2), RankResources(cpus=0.5), ep=True),
+    )
+    assert (deployment.amount("CPU"), deployment.amount("GPU")) == (3, 0)
+    baseline = deployment_of(load_settings(None, {"deployment.colocated": 3}))
+    assert [(kind.role, kind.count) for kind in baseline.kinds] == [(Role.COLOCATED, 3)]
+
+
+def test_the_large_expert_parallel_deployment_has_its_shape() -> None:
+    shapes = [(kind.count, kind.parallel.tp, kind.parallel.dp, kind.ep) for kind in preset("r1-dp").kinds]
+    assert shapes == [(3, 8, 1, True), (1, 1, 8, True)]
 
 
 @given(
@@ -102,4 +137,4 @@ def test_every_node_gets_one_host_and_no_host_is_overcommitted(
 
 
 def test_presets_bear_their_names() -> None:
-    assert all(deployment.name == name for name, deployment in PRESETS.items())
+    assert all(preset(name).name == name for name in PRESETS)

@@ -135,6 +135,16 @@ def test_retarget_keeps_what_was_received(pair, full):
     assert second.wait() and not first.calls
 
 
+def test_a_counter_that_is_retargeted_while_its_immediates_stream_in_fires(pair, full):
+    pair.receiver.immediates.arm(IMM, 1 << 40, lambda _: None)
+    for number in range(1, 31):
+        landed = full()
+        pair.paged(IMM)
+        pair.receiver.immediates.retarget(IMM, number * pair.blocks, landed)
+        assert landed.wait(), f"after {number} writes of {pair.blocks} blocks"
+    assert pair.receiver.immediates.disarm(IMM) == 30 * pair.blocks
+
+
 def test_immediates_above_two_to_the_31(pair, full):
     landed = full()
     imm = make_imm((1 << 20) - 1, (1 << 12) - 1)

@@ -236,14 +236,11 @@ def test_arming_while_the_worker_goes_to_rest_is_not_missed(engines, monkeypatch
     """A counter that is armed just before the rest begins must make it a short one."""
     engine: TransferEngine = engines[0]
     worker, link, rests, armed = engine._worker, engine.open_link(), [], threading.Event()
-    begin_rest, rest = worker.inbox.begin_rest, worker._rest
+    begin_rest, pause = worker.inbox.begin_rest, worker._pause
 
-    class Watched:
-        wake, watch, close, sure = rest.wake, rest.watch, rest.close, False
-
-        def __call__(self, spin_ns, sleep_ns, longest_ns, total_ns):
-            rests.append(longest_ns)
-            return rest(spin_ns, sleep_ns, longest_ns, total_ns)
+    def watched_pause():
+        rests.append(pause())
+        return rests[-1]
 
     def arm_first():
         if not armed.is_set():
@@ -252,12 +249,13 @@ def test_arming_while_the_worker_goes_to_rest_is_not_missed(engines, monkeypatch
             armed.set()
         return begin_rest()
 
-    monkeypatch.setattr(worker, "_rest", Watched())
+    monkeypatch.setattr(worker._rest, "sure", False)
+    monkeypatch.setattr(worker, "_pause", watched_pause)
     monkeypatch.setattr(worker.inbox, "begin_rest", arm_first)
     worker.inbox.send(lambda: None)
     assert armed.wait(TIMEOUT_S)
     _eventually(lambda: rests)
-    assert rests[0] <= 200_000 and link.error is None
+    assert rests[0].longest_ns <= 200_000 and link.error is None
 
 
 def test_a_region_that_does_not_close_is_not_taken_for_revoked(engines, monkeypatch):

@@ -22,7 +22,8 @@ _CUDA_DRIVER = Path("/proc/driver/nvidia/version")
 def open_domains(library: FabricLibrary, profile: Profile, nics: tuple[str, ...] | None = None) -> list[Domain]:
     """One domain per NIC, by rail.
 
-    `nics` None: the provider's best interface, but all active RDMA devices that may carry blocks. Named NICs are
+    `nics` None: the provider's best interface, but all active RDMA devices that may carry blocks. Named NICs, by
+    device, address, or network (`10.0.0.0/24`: the first with an address in it, which reads alike on every host), are
     opened all or none. Raises ProviderUnavailable, naming what there is; FabricError.
     """
     if nics is not None and not nics:
@@ -99,12 +100,15 @@ def _named(library: FabricLibrary, profile: Profile, nics: tuple[str, ...]) -> l
 def _find(library: FabricLibrary, profile: Profile, nic: str) -> Offer:
     if _is_address(nic):
         if not _is_ours(nic):
-            raise ProviderUnavailable(f"no interface of this machine has the address {nic}")
+            raise ProviderUnavailable(
+                f"no interface of this machine has the address {nic}; where nodes are on several hosts, name the "
+                "interface, or the network that all are reached in, such as 10.0.0.0/24"
+            )
         found = _offers(library, profile, nic)
         return _keep(found, found[:1])[0]
     found = _offers(library, profile)
     there = dict.fromkeys(f"{offer.device} ({offer.address})" if offer.address else offer.nic for offer in found)
-    matching = [offer for offer in found if nic in (offer.device, offer.nic)]
+    matching = [offer for offer in found if nic in (offer.device, offer.nic) or _is_within(offer.address, nic)]
     _keep(found, matching[:1])
     if not matching:
         raise ProviderUnavailable(f"{profile.name} has no NIC {nic!r} on this machine; it has: {', '.join(there)}")
@@ -142,6 +146,13 @@ def _is_address(nic: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_within(address: str, network: str) -> bool:
+    try:
+        return "/" in network and ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
+    except ValueError:  # it has no address, or a device is meant
+        return False
 
 
 def _is_ours(address: str) -> bool:

@@ -138,15 +138,23 @@ class Lane:
 
     def post_alone(self, route: Route, transfer: TransferState) -> bool:
         """Posts a transfer of one write at once; False if it must be queued, and nothing has happened then."""
-        outgoing, order = self._traffic.outgoing, transfer.order
-        if route.path.pending or outgoing.broken is not None or self.closed or self._room() < 1:
+        outgoing, path = self._traffic.outgoing, route.path
+        if path.pending or self.closed or outgoing.broken is not None or outgoing.in_flight >= self._traffic.window:
             return False
-        part = Part(transfer, 0, 1, order.last_bytes)
-        run = self._run(part, route, 1)
-        if run is None or not self.poster.post(run, self._slots)[0]:
+        if self._slots.taken >= min(self.share, self._slots.writes):
+            return False
+        part = Part(transfer, 0, 1, transfer.order.last_bytes)
+        order, request = route.ready
+        if order is not transfer.order:
+            run = self._run(part, route, 1)
+            if run is None:
+                return False
+            request = self.poster.request(run, self._slots)
+            route.ready = transfer.order, request
+        if self.poster.post_one(request, part.ticket, self._slots):
             return False
         self.nic.posted += 1
-        outgoing.posted_alone(route.path, part)
+        outgoing.posted_alone(path, part)
         return True
 
     def send(self, route: Route, fragment: bytes) -> bool:
@@ -268,6 +276,11 @@ class Lane:
             self._traffic.fragments += self.mailbox.settle(events)
         return bool(len(imms) or len(tickets) or len(events))
 
+    def take_own(self, context: int) -> None:
+        """The write with this context has completed."""
+        if (ticket := self._slots.release(context)) is not None:
+            self._traffic.outgoing.completed_of(ticket, 1)
+
     def take_few(self, count: int) -> bool:
         """Takes entries from the buffer one by one, faster than the loop does; False if there are messages among them.
 
@@ -282,8 +295,8 @@ class Lane:
         for at in range(0, last, abi.CQ_ENTRY_WORDS):
             if words[at + 1] & _WRITE_BITS == abi.FI_REMOTE_WRITE:
                 imms.append(words[at + 4] & 0xFFFFFFFF)
-            elif (ticket := slots.release(words[at])) is not None:
-                self._traffic.outgoing.completed_of(ticket, 1)
+            else:
+                self.take_own(words[at])
         if imms:
             self._traffic.outbox.imms.append(imms)
         return True

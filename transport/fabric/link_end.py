@@ -16,6 +16,7 @@ from transport.fabric.regions import Nic
 from transport.fabric.talk import Talk
 from transport.fabric.traffic import Route, Traffic
 from transport.inbox import attempted
+from transport.messages import MessageFlow
 from transport.outgoing import Outbox, Outgoing
 from transport.transfer import TransferState
 
@@ -52,6 +53,10 @@ class LinkEnd:
     @property
     def peer(self) -> str:
         return self._traffic.peer
+
+    @property
+    def flow(self) -> MessageFlow:
+        return self.talk.flow
 
     @property
     def error(self) -> TransportError | None:

@@ -22,7 +22,8 @@ call_clock: Any = None
 _CONTEXT_BYTES = 64
 _ENTRY_WORDS = 5
 _REMOTE_WRITE = 1 << 13
-_WRITE_BITS = 1 << 9 | _REMOTE_WRITE
+_WRITE = 1 << 9
+_WRITE_BITS = _WRITE | _REMOTE_WRITE
 _EAGAIN = -11
 _REFUSALS = 64
 _SLOT_MASK = (1 << 20) - 1
@@ -76,6 +77,19 @@ def post(
         top[0] -= 1
         n += 1
     return n - start, code
+
+
+def post_one(request: Any, ticket: int, owner: Any, free: Any, top: Any) -> int:
+    """Posts one write, for which there is a slot; see `Request`. Returns the call's code."""
+    slot = free[top[0] - 1]
+    code: int = call_write(
+        request[0], request[1], request[2], request[3], request[4], request[5], request[6], request[7], request[8],
+        request[9] + _CONTEXT_BYTES * slot,
+    )  # fmt: skip
+    if code == 0:
+        owner[slot] = ticket
+        top[0] -= 1
+    return code
 
 
 def peek(read: int, cq: int, buffer: int, capacity: int) -> int:
@@ -238,6 +252,8 @@ def rest(
     imms: Any,
     armed: Any,
     left: Any,
+    kept: Any,
+    patient: int,
     woken: Any,
     spin_ns: int,
     sleep_ns: int,
@@ -250,7 +266,7 @@ def rest(
     fixed: int,
     timespec: Any,
     timespec_address: int,
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int, int, int]:
     """Polls all queues, for `spin_ns` without a break and then between sleeps that double up to `longest_ns`.
 
     `queues` is `(queues, 4)`: read, cq, fabric and trywait of each (0: it cannot be waited for). `polls` are what ppoll
@@ -259,14 +275,17 @@ def rest(
 
     Immediates that fill no counter are no reason to end: they are collected, and it polls without a break while they
     stream in. `armed[slot]` is the immediate of an armed counter plus one (0: none), `left[slot]` how many it lacks.
+    If it is `patient`, completions of own writes are no reason either: they are kept, each behind its queue's number.
 
-    Returns (queue, code, next sleep, immediates): the first queue that has something else, its entries left in the
-    buffer; queue -1 when a counter is full, after `total_ns` of sleep, or when what was collected has to be looked at;
-    -2 when it was woken.
+    Returns (queue, code, next sleep, immediates, kept): the first queue that has something else, its entries left in
+    the buffer; queue -1 when a counter is full, after `total_ns` of sleep, or when what was collected has to be looked
+    at; -2 when it was woken.
     """
     capacity = entries.shape[0] // _ENTRY_WORDS
     most = imms.shape[0] - capacity
+    most_kept = kept.shape[0] // (_ENTRY_WORDS + 1) - capacity
     collected = 0
+    owns = 0
     slept = 0
     refused = 0
     spun_until = 0
@@ -278,13 +297,20 @@ def rest(
             if code == _EAGAIN or code == 0:
                 continue
             if code < 0:
-                return i, code, sleep_ns, collected
+                return i, code, sleep_ns, collected, owns
             for k in range(code):
-                if entries[_ENTRY_WORDS * k + 1] & _WRITE_BITS != _REMOTE_WRITE:
-                    return i, code, sleep_ns, collected
+                kind = entries[_ENTRY_WORDS * k + 1] & _WRITE_BITS
+                if kind != _REMOTE_WRITE and (patient == 0 or kind != _WRITE):
+                    return i, code, sleep_ns, collected, owns
             moved = True
             full = False
             for k in range(code):
+                if entries[_ENTRY_WORDS * k + 1] & _WRITE_BITS == _WRITE:
+                    kept[(_ENTRY_WORDS + 1) * owns] = i
+                    for w in range(_ENTRY_WORDS):
+                        kept[(_ENTRY_WORDS + 1) * owns + 1 + w] = entries[_ENTRY_WORDS * k + w]
+                    owns += 1
+                    continue
                 imm = entries[_ENTRY_WORDS * k + 4] & 0xFFFFFFFF
                 imms[collected] = imm
                 collected += 1
@@ -292,11 +318,11 @@ def rest(
                 if armed[slot] == imm + 1:
                     left[slot] -= 1
                     full = full or left[slot] == 0
-            if full or collected > most:
-                return -1, 0, sleep_ns, collected
+            if full or collected > most or owns > most_kept:
+                return -1, 0, sleep_ns, collected, owns
         if woken[0] != 0:
-            return -2, 0, sleep_ns, collected
-        if moved:
+            return -2, 0, sleep_ns, collected, owns
+        if moved and sleep_ns > 0:
             spin_ns = max(spin_ns, _STREAM_SPIN_NS)
             spun_until = 0
         if spin_ns > 0:
@@ -310,7 +336,7 @@ def rest(
                 continue
             spin_ns = 0
         if slept >= total_ns or sleep_ns == 0 or collected > 0:
-            return -1, 0, sleep_ns, collected
+            return -1, 0, sleep_ns, collected, owns
         pause = sleep_ns
         for i in range(queues.shape[0]):
             if queues[i, 3] != 0 and call_trywait(queues[i, 3], queues[i, 2], queues_address + 32 * i + 8, 1) != 0:
@@ -324,6 +350,6 @@ def rest(
         if call_ppoll(ppoll, polls_address, polls.shape[0], timespec_address, 0) > 0:
             for i in range(fixed):
                 if polls[i] >> 48 != 0:
-                    return -2, 0, sleep_ns, collected
+                    return -2, 0, sleep_ns, collected, owns
         slept += max(pause, 1000)
         sleep_ns = min(2 * sleep_ns, longest_ns)

@@ -27,21 +27,15 @@ class Mailbox:
     def __init__(self, domain: Domain, endpoint: Endpoint, slots: Slots) -> None:
         self._domain, self._endpoint, self._slots = domain, endpoint, slots
         self._memory = np.empty((MESSAGE_SLOTS, FRAGMENT_BYTES), np.uint8)
-        self._region = domain.register_buffers(Memory(int(self._memory.ctypes.data), self._memory.nbytes))
+        self.address = int(self._memory.ctypes.data)
+        """Where the buffers start; `desc` is their local descriptor."""
+        self._region = domain.register_buffers(Memory(self.address, self._memory.nbytes))
+        self.desc: int = self._region.desc
         self._send = abi.SEND(calls.send_address(endpoint.ep))
         self._recv = abi.RECV(calls.recv_address(endpoint.ep))
         self._free = list(range(BUFFERS))
         self.unposted = list(range(BUFFERS, MESSAGE_SLOTS))
         self._paths: dict[int, Path] = {}
-
-    @property
-    def address(self) -> int:
-        """Where the buffers start; `desc` is their local descriptor."""
-        return int(self._memory.ctypes.data)
-
-    @property
-    def desc(self) -> int:
-        return self._region.desc
 
     @property
     def full(self) -> bool:

@@ -23,7 +23,7 @@ CLOCK = abi.address_of(c.CDLL(None).clock_gettime)
 ENTRIES = 256
 """Completions read by one call."""
 _OUTPUTS = 4 * ENTRIES
-_NONE = np.zeros(0, np.int64)
+NOTHING = np.zeros(0, np.int64)
 
 
 class Scratch:
@@ -37,6 +37,7 @@ class Scratch:
         self.tickets = np.zeros(_OUTPUTS, np.int64)
         self.imms = np.zeros(_OUTPUTS, np.int64)
         self.events = np.zeros(2 * _OUTPUTS, np.int64)
+        self.kept = np.zeros(_OUTPUTS * (abi.CQ_ENTRY_WORDS + 1), np.int64)
         self.filled = np.zeros(3, np.int64)
         self.timespec = np.zeros(2, np.int64)
         self.timespec_address = int(self.timespec.ctypes.data)
@@ -49,6 +50,7 @@ class Loops:
     kind: str
     peek: Any
     post: Any
+    post_one: Any
     drain: Any
     stream: Any
     rest: Any
@@ -133,15 +135,16 @@ def _compiled() -> Loops:
         "call_trywait": call_trywait,
         "call_clock": call_clock,
     }
-    pair, triple, four = (tuples.UniTuple(i64, n) for n in (2, 3, 4))
+    pair, triple, five = (tuples.UniTuple(i64, n) for n in (2, 3, 5))
     run = (*[i64] * 9, array, i64, i64, array, *[i64] * 4, array, array, array)
     signatures = {
         "peek": i64(i64, i64, i64, i64),
         "post": pair(*run),
+        "post_one": i64(array, i64, array, array, array),
         "take": i64(array, i64, i64, i64, *[array] * 7),
         "drain": i64(i64, i64, array, i64, i64, i64, i64, *[array] * 7),
         "stream": triple(*run, i64, i64, i64, array, i64, i64, *[array] * 4, i64, i64, array, i64),
-        "rest": four(i64[:, ::1], i64, array, i64, *[array] * 4, *[i64] * 6, array, i64, i64, array, i64),
+        "rest": five(i64[:, ::1], i64, array, i64, *[array] * 4, i64, array, *[i64] * 6, array, i64, i64, array, i64),
     }
     return _together("numba", calls, lambda f: numba.njit(signatures[f.__name__], nogil=True, cache=True)(f))
 
@@ -149,9 +152,9 @@ def _compiled() -> Loops:
 def _together(kind: str, calls: dict[str, Any], finish: Callable[[FunctionType], Any]) -> Loops:
     """Each is bound after those that it calls."""
     bound = dict(calls)
-    for function in (loops.peek, loops.post, loops.take, loops.drain, loops.stream, loops.rest):
+    for function in (loops.peek, loops.post, loops.post_one, loops.take, loops.drain, loops.stream, loops.rest):
         bound[function.__name__] = finish(_bound(function, bound))
-    return Loops(kind, bound["peek"], bound["post"], bound["drain"], bound["stream"], bound["rest"])
+    return Loops(kind, *(bound[name] for name in ("peek", "post", "post_one", "drain", "stream", "rest")))
 
 
 def bind_loops(calls: Calls = "auto") -> Loops:
@@ -184,6 +187,10 @@ class Run(NamedTuple):
     key: int
 
 
+Request = NDArray[np.int64]
+"""`(10,)`: function, endpoint, source, length, desc, immediate, dest, target, key, contexts."""
+
+
 class Drained(NamedTuple):
     """`events` are messages that were sent or have come: `(n, 2) int64`, message slot and length."""
 
@@ -213,6 +220,19 @@ class Poster:
             run.start, run.stop, run.ticket, slots.contexts, slots.owner, slots.free, slots.top,
         )  # fmt: skip
         return posted, code
+
+    def request(self, run: Run, slots: Slots) -> Request:
+        """The first write of a run, made ready to be posted by itself, any number of times."""
+        o = run.order
+        source = run.source + o.source_stride * int(o.source_index[run.start])
+        target = o.target + o.target_stride * int(o.target_index[run.start])
+        words = (self._write, self._ep, source, run.block_bytes, run.desc, o.imm, run.dest, target, run.key)
+        return np.array([_signed(word) for word in (*words, slots.contexts)], np.int64)
+
+    def post_one(self, request: Request, ticket: int, slots: Slots) -> int:
+        """The call's code. There must be a slot."""
+        code: int = self._loops.post_one(request, ticket, slots.owner, slots.free, slots.top)
+        return code
 
     def peek(self) -> int:
         """Reads the queue into the buffer: how many entries, which `drain` must take next, or a negative code."""
@@ -244,9 +264,9 @@ class Poster:
         out = self._scratch
         tickets, imms, events = out.filled.tolist()
         return Drained(
-            out.tickets[:tickets].copy() if tickets else _NONE,
-            out.imms[:imms].copy() if imms else _NONE,
-            out.events[: 2 * events].reshape(-1, 2).copy() if events else _NONE,
+            out.tickets[:tickets].copy() if tickets else NOTHING,
+            out.imms[:imms].copy() if imms else NOTHING,
+            out.events[: 2 * events].reshape(-1, 2).copy() if events else NOTHING,
             code,
         )
 

@@ -14,6 +14,9 @@ refused. It has not run on a ConnectX or any other RDMA NIC yet.
 promised. A peer is heard only once its address was inserted, so both sides of a link connect before the first write.
 It has not run on hardware yet.
 `shm` does not report a killed peer, the others do: there the caller learns it otherwise and closes the link.
+`sockets` can stand still for good where more than about 64 KiB are under way to a receiver that falls behind, seen with
+2.5: it leaves the first bytes of a header in the kernel until the whole is there, and while they hold the buffer that
+they came in with, Linux opens no window for the others. What was written then stays in flight until the link is closed.
 No provider is given FI_MORE: writes are posted singly (`fi_writedata`), and on EFA batches are known to hang.
 """
 

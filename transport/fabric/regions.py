@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from transport.descriptors import Memory, RegionDescriptor
+from transport.descriptors import Memory
 from transport.errors import FabricError, ProviderUnavailable, TransportError
 from transport.fabric.domain import Domain, Region
 from transport.transfer import TransferState, retire
@@ -40,13 +40,6 @@ class FabricSource:
     @property
     def memory(self) -> Memory:
         return self._memory
-
-
-@dataclass(frozen=True, slots=True)
-class FabricExposure:
-    """Implements `transport.api.ExposedRegion`."""
-
-    descriptor: RegionDescriptor
 
 
 def register_source(nics: list[Nic], memory: Memory) -> FabricSource:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from transport.doorbell import Doorbell
 from transport.fabric import abi
+from transport.fabric.pace import Pause
 from transport.fabric.posting import CLOCK, Loops, Poster
 from transport.imm import FEW, Watched
 
@@ -20,15 +21,20 @@ _FIXED = 2
 _LIBC = c.CDLL(None)
 _PPOLL = abi.address_of(_LIBC.ppoll)
 _PR_SET_TIMERSLACK = 29
+_KEPT_WORDS = 1 + abi.CQ_ENTRY_WORDS
 
 
 class Rest:
-    """`wake` may be called from any thread. `imms` were collected by the last call and not taken yet, `(n,) int64`."""
+    """`wake` may be called from any thread.
+
+    `imms` were collected by the last call, `(n,) int64`. So were completions of own writes, which `take_kept` gives.
+    """
 
     def __init__(self, bound: Loops, counters: Watched) -> None:
         self._loops = bound
         self._counters = counters
         self.imms: NDArray[np.int64] | list[int] = []
+        self._kept = 0
         self._bell: Doorbell | None = None
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = np.zeros(1, np.int64)
@@ -45,18 +51,26 @@ class Rest:
         self.sure = all(poster.wait_fd >= 0 for poster in posters)
         """Whatever comes wakes it: it need not look from time to time."""
 
-    def __call__(self, spin_ns: int, sleep_ns: int, longest_ns: int, total_ns: int) -> tuple[int, int, int]:
+    def __call__(self, pause: Pause, patient: bool = False) -> tuple[int, int, int]:
         """See `loops.rest`."""
         out, counters = self._loops.scratch, self._counters
-        queue, code, sleep_ns, count = self._loops.rest(
+        queue, code, sleep_ns, count, self._kept = self._loops.rest(
             self._queues, self._queues_address, out.entries, out.address, out.imms, counters.armed, counters.left,
-            self._woken, spin_ns, sleep_ns, longest_ns, total_ns,
+            out.kept, patient, self._woken, *pause,
             CLOCK, _PPOLL, self._polls, self._polls_address, _FIXED, out.timespec, out.timespec_address,
         )  # fmt: skip
         self.imms = out.imms[:count].tolist() if count <= FEW else out.imms[:count].copy()
         if queue == -2:
             self._answer()
         return queue, code, sleep_ns
+
+    def take_kept(self) -> list[tuple[int, int]]:
+        """(queue, context) of each completion that was kept; before the next call, and before `watch`."""
+        count, self._kept = self._kept, 0
+        if not count:
+            return []
+        rows = self._loops.scratch.kept[: count * _KEPT_WORDS].reshape(count, _KEPT_WORDS)
+        return [(queue, context) for queue, context in rows[:, :2].tolist()]
 
     def doorbell(self) -> bytes:
         """The name of the socket that ends a rest from outside; made when it is first asked for."""

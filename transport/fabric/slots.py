@@ -20,7 +20,7 @@ class Slots:
         self.owner = np.zeros(writes, np.int64)
         self.free = np.arange(writes, dtype=np.int64)[::-1].copy()
         self.top = np.array([writes], np.int64)
-        self._writes = writes
+        self.writes = writes
         # The same memory: Python reads and writes single numbers of it in a third of the time.
         self._owner, self._free, self._top = self.owner.data, self.free.data, self.top.data
 
@@ -32,15 +32,15 @@ class Slots:
     @property
     def taken(self) -> int:
         """Writes that are outstanding."""
-        return self._writes - int(self._top[0])
+        return self.writes - int(self._top[0])
 
     def message_context(self, slot: int) -> int:
-        return self.contexts + abi.CONTEXT_BYTES * (self._writes + slot)
+        return self.contexts + abi.CONTEXT_BYTES * (self.writes + slot)
 
     def release(self, context: int) -> int | None:
         """Frees the slot of a write; returns its ticket, None if the context is not that of one under way."""
         slot = self._slot(context)
-        if slot is None or slot >= self._writes:
+        if slot is None or slot >= self.writes:
             return None
         ticket = self._owner[slot]
         if not ticket:
@@ -53,7 +53,7 @@ class Slots:
     def message_slot(self, context: int) -> int | None:
         """None if the context is not that of a message."""
         slot = self._slot(context)
-        return None if slot is None or slot < self._writes else slot - self._writes
+        return None if slot is None or slot < self.writes else slot - self.writes
 
     def _slot(self, context: int) -> int | None:
         slot, rest = divmod(context - self.contexts, abi.CONTEXT_BYTES)

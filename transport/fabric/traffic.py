@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from transport.fabric.posting import NOTHING, Request
 from transport.outgoing import Outbox, Outgoing, Path
+from transport.transfer import Order
 
 
 @dataclass(slots=True)
@@ -29,3 +31,5 @@ class Route:
     path: Path
     dest: int
     stalled_since: float | None = None
+    ready: tuple[Order | None, Request] = (None, NOTHING)
+    """The last write that was posted by itself, to be posted again without being made ready again."""

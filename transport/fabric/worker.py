@@ -14,8 +14,8 @@ from transport.fabric.pace import ALONE, SHORTEST_NS, SPIN, Pause, pause
 from transport.fabric.posting import Loops
 from transport.fabric.regions import FabricSource, Nic, register_source, release_source
 from transport.fabric.rest import Rest, precise_sleep
-from transport.imm import ImmediateCounters
-from transport.inbox import attempted
+from transport.imm import Imm, ImmediateCounters
+from transport.inbox import attempted, guarded
 
 _NOTHING = (-abi.FI_EAGAIN, 0)
 
@@ -74,7 +74,16 @@ class Worker(worker.Worker[LinkEnd]):
         finally:
             self._watch()  # a NIC that cannot register it is lost
 
+    def _take_kept(self) -> None:
+        for queue, context in self._rest.take_kept():
+            self._watched[queue][1].take_own(context)
+
+    def _end(self, end: LinkEnd, error: TransportError | None = None) -> None:
+        self._take_kept()
+        super()._end(end, error)
+
     def _watch(self) -> None:
+        self._take_kept()
         self._watched = [(end, lane) for end in self._ends for lane in end.open_lanes]
         self._rest.watch([lane.poster for _, lane in self._watched])
 
@@ -83,6 +92,7 @@ class Worker(worker.Worker[LinkEnd]):
         precise_sleep()
 
     def _step(self) -> bool:
+        self._take_kept()
         moved = super()._step()
         if moved:
             self._sleep_ns = SHORTEST_NS
@@ -122,15 +132,32 @@ class Worker(worker.Worker[LinkEnd]):
         # First, so that who begins to wait after `busy` is known wakes this thread.
         if not self.inbox.begin_rest():
             return
-        queue, code, self._sleep_ns = self._rest(*self._pause())
+        queue, code, self._sleep_ns = self._rest(self._pause())
         self.inbox.end_rest()
-        if len(self._rest.imms):
+        if queue >= 0 or len(self._rest.imms):
             self._sleep_ns = SHORTEST_NS
-            self.outbox.imms.append(self._rest.imms)
+            self._take_rest(queue, code)
+
+    def _look_for(self, imm: Imm, count: int) -> None:
+        counters = self._counters
+        self._take_kept()
+        if self.outbox.finished or self._closing.ended:
             self._call_back()
+        if self._closing.lingering or any(end.stirred for end in self._ends) or not self.inbox.begin_rest():
+            self._poll()
+            return
+        counters.watched.set(imm, count - counters.received(imm))
+        queue, code, _ = self._rest(SPIN, patient=True)
+        self.inbox.end_rest()
+        self._take_rest(queue, code)
+
+    def _take_rest(self, queue: int, code: int) -> None:
+        """The entries in the buffer first: a callback may have others read into it."""
         if queue >= 0:
-            self._sleep_ns = SHORTEST_NS
             self._pump(*self._watched[queue], max(code, 0))
+            self._call_back()
+        for on_full, imm in self._counters.count(self._rest.imms):
+            guarded(on_full, imm)
 
     def _pause(self) -> Pause:
         if not self._ends:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from functools import partial
 
 from transport.api import LinkAddress, Memory, OnMessage
-from transport.errors import LinkClosed, PeerLost, TransportError
+from transport.errors import DescriptorMismatch, LinkClosed, PeerLost, TransportError
 from transport.inbox import attempted
 from transport.messages import CREDITS, MessageFlow
 from transport.outgoing import Outbox, Outgoing, Path
@@ -26,7 +27,9 @@ class LinkEnd:
     def __init__(self, context: Context, bound: Loops, outbox: Outbox, stall_timeout_s: float) -> None:
         self._context, self._outbox, self._stall_timeout_s = context, outbox, stall_timeout_s
         self.channel = Channel(context, bound)
-        self.names, self.rails = (self.channel.name,), (0,)
+        self.names, self.rails, self.doorbell = (self.channel.name,), (0,), b""
+        self.max_write_bytes = sys.maxsize
+        """UCX cuts what is long by itself."""
         self.outgoing = Outgoing(outbox)
         self.flow = MessageFlow()
         self.on_message: OnMessage | None = None
@@ -96,6 +99,8 @@ class LinkEnd:
         A peer that UCX finds to be gone at once is none of these: it fails the writes, like one found out later.
         """
         self.check_open()
+        if len(peer.names) != 1:
+            raise DescriptorMismatch(f"the peer's address has {len(peer.names)} names, but UCX needs exactly one")
         lost: PeerLost | None = None
         try:
             self.channel.direct(peer.names[0], max(window, 1), name)
@@ -108,6 +113,9 @@ class LinkEnd:
 
     def submit(self, transfer: TransferState) -> None:
         self.outgoing.submit(transfer)
+
+    def cancel(self, transfer: TransferState) -> None:
+        self.outgoing.cancel(transfer)
 
     def send(self, message: bytes) -> None:
         if not self.closed:

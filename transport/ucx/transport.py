@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
-import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Self
-
 from transport.api import Memory, OnMessage, SourceRegion
-from transport.errors import ProviderUnavailable, TransportError
-from transport.imm import ImmediateCounters
-from transport.inbox import pin
+from transport.errors import ProviderUnavailable
+from transport.owned_link import OwnedLink
+from transport.owned_transport import OwnedTransport
 from transport.ucx.binding import Calls, bind_loops
 from transport.ucx.calls import PROVIDER
 from transport.ucx.context import opened
 from transport.ucx.dll import load_libucp
-from transport.ucx.link import UcxLink
-from transport.ucx.link_end import UcxSource
+from transport.ucx.link_end import LinkEnd, UcxSource
 from transport.ucx.worker import Worker
 
 _MAX_WINDOW = 1 << 16
 """Sockets hold back what is not read, so there is no queue to overrun; this bounds what waits in them."""
 
 
-class UcxTransport:
+class UcxTransport(OwnedTransport[Worker]):
     """Implements `transport.api.Transport` over libucp.
 
     `nics` are network devices as UCX names them ("eth0", "mlx5_0:1"; None: all). `tls` are UCX's transports; `tcp`
@@ -47,34 +40,18 @@ class UcxTransport:
     ) -> None:
         if provider != PROVIDER:
             raise ProviderUnavailable(f"UcxTransport is the provider {PROVIDER!r}, not {provider!r}")
+        super().__init__(provider)
         self._library = load_libucp(library)
         loops = bind_loops(calls)
         self.calls: str = loops.kind
         """`numba` or `ctypes`: what `calls="auto"` came to."""
-        self._incarnation = secrets.randbits(64)
         self._context = opened(self._library, tls, nics)
-        self._immediates = ImmediateCounters(on_waiting=lambda: self._worker.inbox.nudge())
         try:
-            self._worker = Worker(self._context, loops, self._immediates, stall_timeout_s)
+            worker = Worker(self._context, loops, self._immediates, stall_timeout_s)
         except BaseException:
             self._context.close()
             raise
-        self._close_lock = threading.Lock()
-        self._closed = False
-        if cpu is not None:
-            try:
-                pin(self._worker.inbox, cpu)
-            except ValueError:
-                self.close()
-                raise
-
-    @property
-    def provider(self) -> str:
-        return PROVIDER
-
-    @property
-    def incarnation(self) -> int:
-        return self._incarnation
+        self._begin(worker, cpu)
 
     @property
     def description(self) -> str:
@@ -101,14 +78,6 @@ class UcxTransport:
         return self._context.nics or ()
 
     @property
-    def immediates(self) -> ImmediateCounters:
-        return self._immediates
-
-    @property
-    def error(self) -> TransportError | None:
-        return self._worker.error
-
-    @property
     def max_window(self) -> int:
         return _MAX_WINDOW
 
@@ -122,41 +91,6 @@ class UcxTransport:
             raise TypeError(f"{type(region).__name__} was not made by UcxTransport.register")
         self._worker.release(region)
 
-    def open_link(self, on_message: OnMessage | None = None) -> UcxLink:
+    def open_link(self, on_message: OnMessage | None = None) -> OwnedLink[LinkEnd]:
         """Raises FabricError, TransportClosed."""
-        return UcxLink(self._worker, self._worker.open_end(on_message), self._incarnation)
-
-    def polling(self) -> AbstractContextManager[Callable[[], None]]:
-        """`with transport.polling() as poll:` the calling thread takes the worker's place: the least latency.
-
-        `poll()` runs one turn without waiting: it polls, posts and calls back. Raises TransportError where another
-        thread polls.
-        """
-        return self._worker.polling()
-
-    def stats(self) -> dict[str, int]:
-        outbox = self._worker.outbox
-        return {
-            "writes_posted": outbox.posted,
-            "writes_completed": outbox.completed,
-            "writes_failed": outbox.failed,
-            "bytes_completed": outbox.bytes_completed,
-            "immediates_late": self._immediates.late,
-            "messages_sent": outbox.messages_sent,
-            "messages_received": outbox.messages_received,
-            "paths_lost": outbox.paths_lost,
-            "links_open": self._worker.links_open,
-        }
-
-    def close(self) -> None:
-        """Closes all links and joins the worker. Idempotent. Raises TransportError when called from a callback."""
-        with self._close_lock:
-            if not self._closed:
-                self._worker.stop()
-                self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return OwnedLink(self._worker, self._worker.open_end(on_message), self._identity)

@@ -13,7 +13,9 @@ from transport.ucx.posting import Rest, precise_sleep
 
 _SPINS = 40
 _BUSY_NS = 5_000_000
-"""Longest sleep while something is armed or under way: UCX's descriptors wake it, this only bounds a lost wake-up."""
+"""Longest sleep while something is under way: UCX's descriptors wake it, this only bounds a lost wake-up."""
+_ARMED_NS = 25_000_000
+"""The same while it only waits for what a peer writes, which may be long: each end of a sleep costs some 50 µs."""
 _BLOCKED_NS = 50_000_000
 _IDLE_NS = 1_000_000_000
 
@@ -77,9 +79,11 @@ class Worker(worker.Worker[LinkEnd]):
         # First, so that who begins to wait after `busy` is known wakes this thread.
         if not self.inbox.begin_rest():
             return
-        busy = bool(self._closing.lingering) or self._counters.waiting > 0 or any(end.busy for end in self._ends)
-        blocked = any(end.blocked for end in self._ends)
-        self._rest(_SPINS if busy else 0, _BLOCKED_NS if blocked else _BUSY_NS if busy else _IDLE_NS)
+        busy, armed = bool(self._closing.lingering) or any(end.busy for end in self._ends), self._counters.waiting > 0
+        longest_ns = _BUSY_NS if busy else _ARMED_NS if armed else _IDLE_NS
+        if any(end.blocked for end in self._ends):
+            longest_ns = _BLOCKED_NS
+        self._rest(_SPINS if busy or armed else 0, longest_ns)
         self.inbox.end_rest()
 
     def _release(self) -> None:

@@ -54,7 +54,7 @@ def needed_shm_bytes(system: System) -> int:
     """Ray's store, and two endpoints for each pair of a prefill and a decode node of this host."""
     deployment, ray = system.settings.deployment, OBJECT_STORE_BYTES
     on_shm = system.settings.transport.provider in ("auto", "shm")
-    pairs = deployment.prefill * deployment.decode
+    pairs = deployment.prefill.count * deployment.decode.count
     return ray + (2 * pairs * SHM_ENDPOINT_BYTES if on_shm else 0)
 
 

@@ -22,13 +22,20 @@ def encode_step(batch: RaggedBatch) -> bytes:
     return head + np.concatenate(arrays, dtype=np.int32, casting="same_kind").tobytes()
 
 
-def decode_step(data: bytes) -> RaggedBatch:
+def decode_step(data: bytes | bytearray) -> RaggedBatch:
     rows, sequences, width, logits = _HEAD.unpack_from(data)
     lengths = (rows, sequences + 1, sequences, sequences * width, logits)
     numbers: NDArray[np.int64] = np.frombuffer(data, np.int32, offset=_HEAD.size).astype(np.int64)
     assert len(numbers) == sum(lengths)
     tokens, row_start, first_position, table, logit_rows = np.split(numbers, np.cumsum(lengths[:-1]))
     return RaggedBatch(tokens, row_start, first_position, table.reshape(sequences, width), logit_rows)
+
+
+def counter_for(batch: RaggedBatch, layer_counter: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What a step counts its layers in. Those of an empty one count nowhere: whoever watches a replica's counter has
+    been told of the replica's own next step, and would take them for layers of that.
+    """
+    return layer_counter if batch.rows else np.zeros(1, np.int64)
 
 
 EMPTY_STEP = RaggedBatch(

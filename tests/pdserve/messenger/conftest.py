@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.messenger import attempts, receiver, sources
+from pdserve.messenger import attempts, jobs, sources
 from tests.pdserve.messenger.pair import Network, loopback
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "REROUTE_PAUSE_S", 0.02)
+    monkeypatch.setattr(jobs, "REROUTE_PAUSE_S", 0.02)
 
 
 @pytest.fixture

@@ -100,6 +100,7 @@ class Asked:
 class World:
     seed: int
     nics: int
+    revokes: bool = True  # else what is written may land after its receiver has closed the link: see `late.py`
     asked: list[Asked] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -110,7 +111,9 @@ class World:
             logging.getLogger(name).addHandler(self.faults)
         net, plan = LoopbackNet(), replace(FAULTS, seed=self.seed)
         self.network = Network(
-            lambda provider: FaultyTransport(LateLoopback(net, self.seed, self.nics), plan), handoff=HASTE, slots=SLOTS
+            lambda provider: FaultyTransport(LateLoopback(net, self.seed, self.nics, revokes=self.revokes), plan),
+            handoff=HASTE,
+            slots=SLOTS,
         )
         for name in PREFILL:
             self.start_prefill(name)
@@ -246,4 +249,7 @@ class World:
         for name in ("pdserve", "transport"):
             logging.getLogger(name).removeHandler(self.faults)
         self.adversary.idle = True
+        if not self.revokes:  # nobody may write any more when the decode nodes' memory goes
+            for side in self.network.prefill.values():
+                side.close()
         self.network.close()

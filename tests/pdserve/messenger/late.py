@@ -20,10 +20,13 @@ LATE_S = 0.02
 
 
 class LateLoopback(LoopbackTransport):
-    """Half of what arrives here was acknowledged up to `LATE_S` before. If its link has closed by then, it is lost."""
+    """Half of what arrives here was acknowledged up to `LATE_S` before.
 
-    def __init__(self, net: LoopbackNet, seed: int, nics: int) -> None:
-        super().__init__(net, seed=seed, nics=nics, delay_s=DELAY_S)
+    If its link has closed by then, it is lost; or, without `revokes`, it lands all the same, and nobody is told.
+    """
+
+    def __init__(self, net: LoopbackNet, seed: int, nics: int, *, revokes: bool = True) -> None:
+        super().__init__(net, seed=seed, nics=nics, delay_s=DELAY_S, revokes=revokes)
         self._dice = random.Random(seed)
         self._later = Schedule("late-landings")
 

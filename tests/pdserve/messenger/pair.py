@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,16 @@ from pdserve.config import EngineSettings, HandoffSettings
 from pdserve.engine.engine import Engine
 from pdserve.engine.limits import context_tokens, page_geometry
 from pdserve.kv.memory import KvMemory
-from pdserve.messenger.meeting import Transports, WireWish
+from pdserve.messenger.meeting import ALONE, Replica, Transports, WireWish
 from pdserve.messenger.peers import ReceiverParts
 from pdserve.messenger.receiver import Receiver
 from pdserve.messenger.sender import Sender, SenderParts
-from pdserve.messenger.slots import SlotTable
+from pdserve.messenger.slots import SLOTS, SlotTable
 from pdserve.messenger.wire import PROTOCOL_VERSION, NodeCard
 from pdserve.models.api import Model
 from pdserve.types import FinishReason, GenerationRequest, Incarnation, NodeId, RequestId, Role, SequenceOutput
 from policies.sharding import LayerGroup, ParallelLayout
+from policies.sources import SourcePolicy
 from tests.pdserve.engine.toy import ToyModel, eventually, expected, make_request
 from tests.pdserve.messenger.poisoned import PoisonedPool
 from tests.pdserve.messenger.sharded import ShardedToy
@@ -78,9 +80,31 @@ class LayerGate:
         assert self.reached.wait(PATIENCE_S)
 
 
+class Process:
+    """What the replicas of a node share: the memories of all their ranks, and the transports over them."""
+
+    def __init__(
+        self, model: Model, settings: EngineSettings, open_transport: OpenTransport, replicas: int = 1
+    ) -> None:
+        self.tp = model.tp if isinstance(model, ShardedToy) else 1
+        self.geometry = page_geometry(model.config, settings, self.tp)
+        self.memories = tuple(KvMemory(self.geometry) for _ in range(self.tp * replicas))
+        memories = [Memory(memory.address, self.geometry.region_bytes) for memory in self.memories]
+        self.transports = Transports(open_transport, *memories)
+        self._replicas = replicas
+
+    def close(self) -> None:
+        """With the last of the replicas."""
+        self._replicas -= 1
+        if not self._replicas:
+            self.transports.close()
+            for memory in self.memories:
+                memory.close()
+
+
 @dataclass
 class Side:
-    """What both kinds of node have."""
+    """What both kinds of node have; or, of a node of several replicas, one of these, which share a `process`."""
 
     node: NodeId
     role: Role
@@ -88,17 +112,18 @@ class Side:
     settings: EngineSettings
     provider: str
     open_transport: OpenTransport
+    replica: Replica = field(default=ALONE, kw_only=True)
+    process: Process | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        tp = self.model.tp if isinstance(self.model, ShardedToy) else 1
-        geometry = page_geometry(self.model.config, self.settings, tp)
-        self.memories = tuple(KvMemory(geometry) for _ in range(tp))
+        self._process = self.process or Process(self.model, self.settings, self.open_transport)
+        geometry, tp = self._process.geometry, self._process.tp
+        self.memories = self._process.memories[self.replica.ranks(tp)]
         if isinstance(self.model, ShardedToy):
             self.model.memories = self.memories
         self.memory = self.memories[0]
         self.pool = PoisonedPool(*self.memories)
-        memories = [Memory(memory.address, geometry.region_bytes) for memory in self.memories]
-        self.transports = Transports(self.open_transport, *memories)
+        self.transports = self._process.transports
         self.closed = False
         config = self.model.config
         self.card = NodeCard(
@@ -116,7 +141,7 @@ class Side:
             kv_layout=geometry.layout,
             head_dim=config.head_dim,
             groups=(LayerGroup(config.layers, config.kv_heads),),
-            parallel=ParallelLayout(tp, geometry.layout),
+            parallel=ParallelLayout(tp, geometry.layout, self.replica.count),
             max_model_len=context_tokens(config, self.settings),
         )
 
@@ -130,17 +155,22 @@ class Side:
 
     def close_core(self) -> None:
         self.closed = True
-        self.transports.close()
-        for memory in self.memories:
-            memory.close()
+        self._process.close()
 
 
+@dataclass
 class PrefillSide(Side):
+    random: Random = field(default_factory=Random, kw_only=True)
+    source_policy: SourcePolicy = field(default=SourcePolicy.RANDOM, kw_only=True)
+
     def start(self, network: Network) -> None:
         self.network = network
         self.sender = Sender(
-            SenderParts(self.card, self.memory, self.pool, self.transports, self.wish, network.channel_to)
-        )
+            SenderParts(
+                self.card, self.memory, self.pool, self.transports, self.wish, network.channel_to, self.replica,
+                random=self.random, source_policy=self.source_policy,
+            )
+        )  # fmt: skip
         self.engine = Engine(self.model, self.memory, self.pool, self.settings, Role.PREFILL, prefill_hooks=self.sender)
         self.sender.attach(self.engine, self.engine.layer_counter)
         self.engine.start()
@@ -182,10 +212,11 @@ class DecodeSide(Side):
                 card_of=network.card_of,
                 reroute=network.reroute,
                 emit=self._emit,
+                replica=self.replica,
             )
         )
         attempts = self.receiver._attempts
-        attempts._slots = attempts._held._slots = SlotTable(self.slots)
+        attempts._slots = attempts._held._slots = SlotTable(self.slots, first=self.replica.number * SLOTS)
         self.engine = Engine(self.model, self.memory, self.pool, self.settings, Role.DECODE, decode_hooks=self.receiver)
         self.receiver.attach(self.engine)
         self.engine.start()
@@ -231,7 +262,7 @@ class DecodeSide(Side):
 
     @property
     def at_rest(self) -> bool:
-        """No page, slot or counter is held."""
+        """No page, slot or counter is held; of the counters none of another replica of the node either."""
         attempts = self.receiver._attempts
         counters = self.transport.immediates
         idle = not self.receiver.handoffs and not counters._slots and not attempts._handoffs  # type: ignore[attr-defined]
@@ -265,8 +296,13 @@ class Network:
 
     def add_prefill(self, name: str = "p0", model: Model | None = None, **changes: Any) -> PrefillSide:
         """A node; or, of a name that there was before, its next incarnation."""
-        node, settings = NodeId(name), self.settings.model_copy(update=changes)
-        side = PrefillSide(node, Role.PREFILL, model or ToyModel(), settings, self.provider, self.open_tapped)
+        settings = self.settings.model_copy(update=changes)
+        return self.join_prefill(
+            PrefillSide(NodeId(name), Role.PREFILL, model or ToyModel(), settings, self.provider, self.open_tapped)
+        )
+
+    def join_prefill(self, side: PrefillSide) -> PrefillSide:
+        node = side.node
         side.start(self)
         if node in self.prefill:
             self._dead.append(self.prefill[node])
@@ -276,11 +312,15 @@ class Network:
         return side
 
     def add_decode(self, name: str = "d0", model: Model | None = None, window: int = 64, **changes: Any) -> DecodeSide:
-        node, settings = NodeId(name), self.settings.model_copy(update=changes)
-        side = DecodeSide(
-            node, Role.DECODE, model or ToyModel(), settings, self.provider, self.open_tapped,
-            self.handoff, window, self.slots,
+        settings = self.settings.model_copy(update=changes)
+        return self.join_decode(
+            DecodeSide(
+                NodeId(name), Role.DECODE, model or ToyModel(), settings, self.provider, self.open_tapped,
+                self.handoff, window, self.slots,
+            )
         )  # fmt: skip
+
+    def join_decode(self, side: DecodeSide) -> DecodeSide:
         side.start(self)
         self.decode[side.node] = side
         self.channels[side.node] = Channel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.messenger.codec import Message, Unreadable, decode, encode
 from pdserve.messenger.wire import (
+    LAYER_ROWS,
     PROTOCOL_VERSION,
     Accept,
     Cancel,
@@ -106,6 +108,17 @@ def test_a_length_beyond_the_end_takes_no_memory() -> None:
     damaged[start : start + 4] = struct.pack("<I", 2**32 - 1)
     with pytest.raises(Unreadable, match="announced"):
         decode(bytes(damaged))
+
+
+def test_more_layers_than_are_ever_told_are_refused() -> None:
+    """The bound is `condensed`'s: what is beyond it was not made by this version."""
+    row = LayerTiming(0, 0, 1.0, 2.0, 3.0, 4, 5)
+    whole = PrefillTimings(1.0, 2.0, 3.0, 4.0, ((0, 8),) * LAYER_ROWS, (row,) * LAYER_ROWS)
+    done = Done(CANCEL.id, Incarnation(3), 4, whole)
+    assert decode(encode(done)) == done and len(encode(done)) < 209 << 10
+    for beyond in (replace(whole, layers=(row,) * (LAYER_ROWS + 1)), replace(whole, chunks=((0, 8),) * 5000)):
+        with pytest.raises(Unreadable, match="more than 4096"):
+            decode(encode(replace(done, timings=beyond)))
 
 
 def test_a_prompt_of_131072_tokens() -> None:

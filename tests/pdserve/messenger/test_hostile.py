@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from pdserve.messenger import receiver
 from tests.pdserve.messenger.hostile import DECODE, PREFILL, World
 
 prefills, decodes, anyone = st.sampled_from(PREFILL), st.sampled_from(DECODE), st.sampled_from(PREFILL + DECODE)
@@ -22,10 +23,11 @@ prefills, decodes, anyone = st.sampled_from(PREFILL), st.sampled_from(DECODE), s
 
 class HostileNetwork(RuleBasedStateMachine):
     world: World
+    revokes = True
 
     @initialize(seed=st.integers(0, 2**16), nics=st.sampled_from([1, 2]))
     def begin(self, seed: int, nics: int) -> None:
-        self.world = World(seed, nics)
+        self.world = World(seed, nics, self.revokes)
         for decode in DECODE:
             for prefill in PREFILL:
                 self.world.ask(decode, prefill, 60, 8)
@@ -87,7 +89,7 @@ class HostileNetwork(RuleBasedStateMachine):
     def a_nic_dies(self, name: Any) -> None:
         self.world.lose_nic(name)
 
-    @precondition(lambda self: len(self.world.network.down) < len(PREFILL))
+    @precondition(lambda self: self.revokes and len(self.world.network.down) < len(PREFILL))
     @rule(name=prefills)
     def a_prefill_node_is_killed(self, name: Any) -> None:
         if name not in self.world.network.down:
@@ -98,6 +100,7 @@ class HostileNetwork(RuleBasedStateMachine):
     def a_prefill_node_is_restarted(self) -> None:
         self.world.start_prefill(min(self.world.network.down))
 
+    @precondition(lambda self: self.revokes)
     @rule(name=decodes, silent=st.booleans())
     def a_decode_node_is_killed(self, name: Any, silent: bool) -> None:
         self.world.kill_decode(name, silent)
@@ -110,10 +113,16 @@ class HostileNetwork(RuleBasedStateMachine):
                 self.world.close()
 
 
-def run(examples: int, steps: int) -> None:
+class LateWriters(HostileNetwork):
+    """Closing a link keeps no write from landing. All nodes live: a dead one's end would be its process's."""
+
+    revokes = False
+
+
+def run(examples: int, steps: int, machine: type[HostileNetwork] = HostileNetwork) -> None:
     """Shrinking would run other interleavings: a failure is told as it came."""
     run_state_machine_as_test(
-        HostileNetwork,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
@@ -129,6 +138,20 @@ def test_any_misfortune(impatient: None) -> None:
     run(12, 25)
 
 
+@pytest.fixture
+def asks_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "ASK_AGAIN_S", 0.1)
+
+
+def test_any_misfortune_where_nothing_is_revoked(impatient: None, asks_again_soon: None) -> None:
+    run(6, 25, LateWriters)
+
+
 @pytest.mark.slow
 def test_much_misfortune(impatient: None) -> None:
     run(200, 50)
+
+
+@pytest.mark.slow
+def test_much_misfortune_where_nothing_is_revoked(impatient: None, asks_again_soon: None) -> None:
+    run(100, 50, LateWriters)

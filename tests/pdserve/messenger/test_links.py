@@ -1,11 +1,8 @@
-"""Messages by links, links that lose a part or all, and transports that cannot revoke."""
+"""Messages by links, and links that lose a part or all."""
 
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +17,9 @@ from pdserve.messenger.wires import find_wires, open_wire
 from pdserve.types import Incarnation, NodeId
 from tests.pdserve.engine.toy import eventually
 from tests.pdserve.messenger.pair import (
-    PATIENCE_S,
-    QUICK,
     DecodeSide,
-    LayerGate,
     Network,
     PrefillSide,
-    SteppedModel,
     loopback,
 )
 from transport.errors import BacklogFull, LinkClosed, TransportError
@@ -176,89 +169,6 @@ def test_a_link_goes_on_without_a_nic(caplog: pytest.LogCaptureFixture) -> None:
         assert len(network.channels[P0].of(MeetRequest)) == 1
         lost = prefill.transport.stats()["paths_lost"]
         assert 0 < lost == len([line for line in caplog.text.splitlines() if "to d0 goes on without" in line])
-
-
-# ------------------------------------------------ transports that cannot revoke
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    """Stands for the prefill node's, whose end is what the decode node waits for."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        yield process
-        process.kill()
-
-
-def end(prefill: PrefillSide, gate: LayerGate) -> None:
-    """Before the decode node, whose memory it may still write to."""
-    gate.open.set()
-    prefill.close()
-
-
-@pytest.mark.parametrize("revokes", [True, False])
-@pytest.mark.parametrize("state", ["receiving", "cancelling"])
-def test_memory_is_held_until_the_process_has_ended(
-    revokes: bool, state: str, process: subprocess.Popen[bytes], impatient: None
-) -> None:
-    """The request fails over at once; where late writes may land, the pages wait for the end of their writer."""
-    with loopback(revokes=revokes, handoff=QUICK.model_copy(update={"transfer_timeout_s": 60.0})) as network:
-        gate = LayerGate(1)
-        prefill = network.add_prefill(model=SteppedModel(gate))
-        prefill.sender._peers._card = prefill.card = replace(prefill.card, pid=process.pid)
-        network.add_prefill("p1")
-        decode = network.add_decode()
-        request = decode.request("r", 60)
-        gate.wait()
-        if state == "cancelling":
-            network.channels[P0].mute()
-            decode.receiver.cancel(request.request_id)
-            eventually(lambda: decode.receiver.quarantined_handoffs == 1)
-        network.down.add(P0)
-        decode.receiver.peer_lost(P0, "it seems hung")
-        if state == "receiving":
-            decode.check(request)
-        if not revokes:
-            eventually(lambda: decode.receiver.handoffs == decode.receiver.quarantined_handoffs == 1)
-            assert decode.pool.quarantined_pages == 8  # for 59 tokens
-            decode.check(decode.request("again", 30, "p1"))
-            assert decode.pool.quarantined_pages == 8
-            process.kill()
-        eventually(lambda: decode.at_rest, PATIENCE_S)
-        end(prefill, gate)
-
-
-def test_a_process_that_ended_first_holds_nothing(process: subprocess.Popen[bytes]) -> None:
-    with loopback(revokes=False) as network:
-        gate = LayerGate(1)
-        prefill = network.add_prefill(model=SteppedModel(gate))
-        prefill.sender._peers._card = prefill.card = replace(prefill.card, pid=process.pid)
-        network.add_prefill("p1")
-        decode = network.add_decode()
-        request = decode.request("r", 60)
-        gate.wait()
-        network.down.add(P0)
-        process.kill()
-        decode.check(request)
-        eventually(lambda: decode.at_rest, PATIENCE_S)
-        end(prefill, gate)
-
-
-def test_a_node_that_is_met_again_is_still_watched(process: subprocess.Popen[bytes]) -> None:
-    """Memory that is held since an earlier meeting comes back with the end of the process, too."""
-    with loopback(revokes=False) as network:
-        gate = LayerGate(1)
-        prefill = network.add_prefill(model=SteppedModel(gate))
-        prefill.sender._peers._card = prefill.card = replace(prefill.card, pid=process.pid)
-        decode = network.add_decode()
-        request = decode.request("r", 60)
-        gate.wait()
-        decode.receiver.peer_lost(P0, "it seems hung")
-        gate.open.set()
-        decode.check(request)  # from the same node, met again
-        assert decode.receiver.quarantined_handoffs == 1
-        process.kill()
-        eventually(lambda: decode.at_rest, PATIENCE_S)
-        end(prefill, gate)
 
 
 # ------------------------------------------------ what there is

@@ -84,16 +84,16 @@ def test_meeting_fails_with_an_error(network: Network) -> None:
     network.settle()
 
 
-def test_windows_granted_stay_below_the_receive_queue(monkeypatch: pytest.MonkeyPatch, network: Network) -> None:
+@pytest.mark.parametrize(("window", "granted"), [(64, 64), (400, 100)])
+def test_a_window_stays_below_the_receive_queue_of_its_link(
+    monkeypatch: pytest.MonkeyPatch, network: Network, window: int, granted: int
+) -> None:
+    """However many prefill nodes there are: each writes into a queue of its own."""
     monkeypatch.setattr("transport.loopback._MAX_WINDOW", 100)
-    for number in range(3):
+    decode = network.add_decode(window=window)
+    for number in range(5):
         network.add_prefill(f"p{number}")
-    decode = network.add_decode()
-    decode.check(*[decode.request(f"r{number}", 20, f"p{number}") for number in range(2)])
-    windows = [network.channels[NodeId(f"p{number}")].of(MeetRequest)[0].window for number in range(2)]
-    assert sorted(windows) == [36, 64]
-    third = decode.request("third", 20, "p2")  # refused there, and served by another
-    decode.check(third)
-    trace = decode.receiver.trace(third.request_id)
-    assert trace is not None and trace.prefill != NodeId("p2")
+    decode.check(*[decode.request(f"r{number}", 20, f"p{number}") for number in range(5)])
+    met = [network.channels[NodeId(f"p{number}")].of(MeetRequest) for number in range(5)]
+    assert [[meeting.window for meeting in meetings] for meetings in met] == [[granted]] * 5
     network.settle()

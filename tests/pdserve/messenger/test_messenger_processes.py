@@ -21,15 +21,50 @@ from tests.pdserve.messenger.pair import (
     PrefillSide,
     SteppedModel,
 )
-from tests.pdserve.messenger.processes import decode_process, prefill_process, started
+from tests.pdserve.messenger.processes import Line, decode_process, prefill_process, started
 from transport.open import open_transport
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
 
 
-@pytest.fixture(params=["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "tcp;ofi_rxm", "ucx"))])
+MORE = ("tcp", "tcp;ofi_rxm", "sockets", "ucx")
+
+
+@pytest.fixture(params=["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def provider(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
+
+
+def decode_side(provider: str, lines: dict[NodeId, Line], reroute: Any = None) -> DecodeSide:
+    side = DecodeSide(D0, Role.DECODE, SteppedModel(lambda layer: None), SETTINGS, provider, open_transport)
+    side.start(
+        SimpleNamespace(channel_to=lines.get, card_of=lambda node: lines[node].card, reroute=reroute)  # type: ignore[arg-type]
+    )
+    for line in lines.values():
+        line.control_here = side.receiver.on_message
+    return side
+
+
+def test_handoffs_between_two_processes(provider: str) -> None:
+    """Several at once, of one and of many chunks: right tokens, exact counts, nothing held on either side."""
+    with ExitStack() as stack:
+        _, line = stack.enter_context(started(prefill_process, "p0", provider, 1001, 0))
+        line.reader.start()
+        assert line.introduced.wait(PATIENCE_S)
+        decode = decode_side(provider, {P0: line})
+        stack.callback(decode.close)
+        requests = [decode.request(f"r{tokens}", tokens) for tokens in (2, 8, 9, 17, 64, 120)]
+        decode.check(*requests)
+        for request in requests:
+            name, pages = request.request_id, -(-(len(request.prompt) - 1) // SETTINGS.page_size)
+            eventually(lambda: decode.receiver.trace(name).writes_posted is not None, PATIENCE_S)  # type: ignore[union-attr] # noqa: B023
+            trace = decode.receiver.trace(name)
+            assert trace is not None and trace.timings is not None
+            count = decode.model.config.layers * pages
+            assert trace.writes_expected == trace.writes_counted == trace.writes_posted == count
+            assert sum(layer.writes for layer in trace.timings.layers) == count
+        eventually(lambda: decode.at_rest, PATIENCE_S)
+        assert decode.transport.immediates.late == decode.transport.immediates.overflow == 0
 
 
 def test_a_prefill_node_is_killed_in_mid_transfer(provider: str) -> None:
@@ -47,13 +82,8 @@ def test_a_prefill_node_is_killed_in_mid_transfer(provider: str) -> None:
             asked.extend(exclude)
             reply(P1)
 
-        decode = DecodeSide(D0, Role.DECODE, SteppedModel(lambda layer: None), SETTINGS, provider, open_transport)
-        decode.start(
-            SimpleNamespace(channel_to=lines.get, card_of=lambda node: lines[node].card, reroute=reroute)  # type: ignore[arg-type]
-        )
+        decode = decode_side(provider, lines, reroute)
         stack.callback(decode.close)
-        for line in lines.values():
-            line.control_here = decode.receiver.on_message
         first = decode.request("first", 30)  # two steps
         decode.check(first)
         trace = decode.receiver.trace(first.request_id)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pdserve.errors import ConfigError
-from pdserve.parallel.gloo import GlooRanks, RankLayout
+from pdserve.errors import ConfigError, RankLost
+from pdserve.parallel.gloo import LOOP_THREAD, GlooRanks, RankLayout
 from pdserve.parallel.group import Alone, Group, ModelParallel, parts
 from tests.pdserve.parallel.ranks import run_ranks, start_ranks
 
@@ -73,6 +74,48 @@ def test_a_lost_rank_is_named(tmp_path: Path) -> None:
     errors = [process.communicate(timeout=60)[1].decode() for process in running]
     assert [process.returncode for process in running] == [1, 3]
     assert "RankLost: all_reduce of rank 0 with 1 others did not end" in errors[0]
+
+
+def policies_of_loops(parallel: ModelParallel) -> list[int]:
+    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith(LOOP_THREAD)]
+    return [os.sched_getscheduler(int(task.name)) for task in tasks]
+
+
+def test_event_loops_cut_in_on_nobody() -> None:
+    """gloo's name for these threads is its own affair: this fails where it has changed."""
+    for found in run_ranks(RankLayout(tp=2, ep=True), (HERE, "policies_of_loops")):
+        assert found and set(found) == {os.SCHED_BATCH}
+
+
+def leave_and_go_on(parallel: ModelParallel) -> str:
+    parallel.tp.close()  # type: ignore[attr-defined]
+    try:
+        parallel.tp.all_reduce(np.ones(1, np.float32))
+    except RankLost as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_who_has_left_a_group_is_told_so() -> None:
+    said = run_ranks(RankLayout(tp=2), (HERE, "leave_and_go_on"))
+    assert said == [f"all_reduce of rank {rank}: it has left the group" for rank in (0, 1)]
+
+
+def join_after_a_failure(parallel: ModelParallel, folder: str) -> float:
+    """A group that never comes together leaves nothing that a later one would stumble over."""
+    rank = parallel.tp.rank
+    if rank == 0:
+        with pytest.raises(RankLost, match="rank 0 could not join 2 ranks"):
+            GlooRanks(RankLayout(tp=2), 0, f"file://{folder}/first", 1.0)
+    total = np.ones(1, np.float32)
+    with GlooRanks(RankLayout(tp=2), rank, f"file://{folder}/second") as ranks:
+        ranks.parallel.tp.all_reduce(total)
+        assert ranks.spent().collectives == 1 and ranks.spent().seconds > 0
+    return float(total[0])
+
+
+def test_a_failed_start_does_not_spoil_the_next(tmp_path: Path) -> None:
+    assert run_ranks(RankLayout(tp=2), (HERE, "join_after_a_failure"), str(tmp_path)) == [2.0, 2.0]
 
 
 def test_a_group_of_one_changes_nothing() -> None:

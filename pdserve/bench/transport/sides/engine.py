@@ -99,16 +99,14 @@ class EngineSide(Side):
             for number in self._mails(count):
                 begun = now_us()
                 self.link.write(write)
-                while self.immediates.received(MAIL) < number:
-                    poll()
+                poll.wait(MAIL, number)
                 trips.append(now_us() - begun)
         return trips
 
     def _pong_polled(self, write: SingleWrite, count: int) -> None:
         with self.transport.polling() as poll:
             for number in self._mails(count):
-                while self.immediates.received(MAIL) < number:
-                    poll()
+                poll.wait(MAIL, number)
                 last = self.link.write(write)
             while not last.done:
                 poll()

@@ -1,10 +1,12 @@
-"""`FabricLink`: what the owner of a link holds. It checks what is asked, and passes it to the worker thread."""
+"""`OwnedLink`: what the owner of a link holds, whatever library is beneath. It checks; the worker thread does."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
+from transport import worker
 from transport.api import (
     DESCRIPTOR_VERSION,
     Imm,
@@ -17,11 +19,39 @@ from transport.api import (
 )
 from transport.descriptors import check_descriptor, check_target
 from transport.errors import DescriptorMismatch, LinkClosed, NotConnected, TransportClosed, TransportError
-from transport.fabric.link_end import LinkEnd
-from transport.fabric.regions import FabricExposure
-from transport.fabric.worker import Worker
+from transport.messages import MessageFlow
+from transport.outgoing import Outgoing
 from transport.quiesce import quiesce
 from transport.transfer import Order, TransferState, immediate_order, paged_order, single_order
+
+
+class LinkEnd(worker.LinkEnd, Protocol):
+    """The worker's side of a link, as far as its owner's side needs it."""
+
+    @property
+    def names(self) -> tuple[bytes, ...]: ...
+    @property
+    def rails(self) -> tuple[int, ...]: ...
+    @property
+    def doorbell(self) -> bytes: ...
+    @property
+    def outgoing(self) -> Outgoing: ...
+    @property
+    def flow(self) -> MessageFlow: ...
+    @property
+    def error(self) -> TransportError | None: ...
+    @property
+    def lost_paths(self) -> tuple[str, ...]: ...
+    @property
+    def revoked(self) -> bool: ...
+    @property
+    def max_write_bytes(self) -> int:
+        """A longer write must be cut."""
+        ...
+
+    def connect(self, peer: LinkAddress, window: int, name: str) -> None: ...
+    def cancel(self, transfer: TransferState) -> None: ...
+    def send(self, message: bytes) -> None: ...
 
 
 class Identity(NamedTuple):
@@ -31,11 +61,21 @@ class Identity(NamedTuple):
     incarnation: int
 
 
-class FabricLink:
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """Implements `transport.api.ExposedRegion`."""
+
+    descriptor: RegionDescriptor
+
+
+E = TypeVar("E", bound=LinkEnd)
+
+
+class OwnedLink(Generic[E]):
     """Implements `transport.api.Link`."""
 
-    def __init__(self, worker: Worker, end: LinkEnd, identity: Identity) -> None:
-        self._worker, self._end, self._identity = worker, end, identity
+    def __init__(self, owner: worker.Worker[E], end: E, identity: Identity) -> None:
+        self._worker, self._end, self._identity = owner, end, identity
         self._address = LinkAddress(
             DESCRIPTOR_VERSION, identity.provider, identity.incarnation, end.names, end.rails, end.doorbell
         )
@@ -69,22 +109,21 @@ class FabricLink:
     def revoked(self) -> bool:
         return self._end.revoked
 
-    def expose(self, memory: Memory) -> FabricExposure:
-        """Raises LinkClosed, FabricError."""
+    def expose(self, memory: Memory) -> Exposure:
+        """Raises LinkClosed, FabricError, ProviderUnavailable (the provider does not take such memory)."""
         self._check_open()
         base, keys = self._worker.expose(self._end, memory)
         provider, incarnation = self._identity
-        descriptor = RegionDescriptor(
-            DESCRIPTOR_VERSION, provider, incarnation, base, memory.length_bytes, keys, memory.device
+        return Exposure(
+            RegionDescriptor(DESCRIPTOR_VERSION, provider, incarnation, base, memory.length_bytes, keys, memory.device)
         )
-        return FabricExposure(descriptor)
 
     def connect(self, peer: LinkAddress, *, window: int, name: str = "") -> None:
         """Raises ValueError, DescriptorMismatch, LinkClosed, FabricError. A peer that is not there fails the writes."""
         self._check_open()
         check_descriptor(peer, self._identity.provider)
         if window < 0:
-            raise ValueError(f"window must not be negative, not {window}")
+            raise ValueError(f"window must not be negative, but is {window}; 0 is for messages only")
         if not peer.names or len(peer.names) != len(peer.rails):
             raise DescriptorMismatch(f"the peer's address has {len(peer.names)} names and {len(peer.rails)} rails")
         if self._peer is not None:
@@ -118,7 +157,7 @@ class FabricLink:
         if self.error is not None:
             raise LinkClosed(f"the link to {self._end.peer or 'its peer'} is broken: {self.error}")
         taken = bytes(message)
-        self._end.talk.flow.check(taken)
+        self._end.flow.check(taken)
         self._worker.inbox.send(lambda: self._end.send(taken))
 
     def quiesce(self, timeout_s: float | None = None) -> int:
