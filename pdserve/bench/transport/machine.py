@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def configuration_of(plan: Plan, contestants: Contestants) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "tcp_congestion_control": congestion_control(),
         "hosts": 1 if plan.connect is None else 2,
         "rounds": plan.rounds,
         "window": plan.window,
@@ -31,6 +33,12 @@ def configuration_of(plan: Plan, contestants: Contestants) -> dict[str, Any]:
         "systems": {f"{one.system} on {one.provider}": one.about for one in every},
         "load_average_before": os.getloadavg()[0],
     }
+
+
+def congestion_control() -> str:
+    """What a connection over loopback really gets: the system's, or that of the route."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connected:
+        return connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
 
 def processor_of(cpuinfo: str) -> str:

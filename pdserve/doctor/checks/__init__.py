@@ -26,6 +26,7 @@ CHECKS: tuple[Callable[[System], Check | Iterable[Check]], ...] = (
     limits.huge_pages,
     limits.cpu_quota,
     network.ipv6,
+    network.congestion_control,
     network.ports,
     files.leftovers,
 )

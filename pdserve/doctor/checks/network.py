@@ -1,4 +1,4 @@
-"""IPv6, and the ports that will be listened on."""
+"""IPv6, TCP's congestion control, and the ports that will be listened on."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def ipv6(system: System) -> Check:
     if ":" in host:
         return fail("ipv6", "off", f"http.host is {host}: sysctl net.ipv6.conf.all.disable_ipv6=0, or an IPv4 address")
     return ok("ipv6", "off; IPv4 is used")
+
+
+def congestion_control(system: System) -> Check:
+    """Of the `tcp` wire. BBR measures a path and then paces: over loopback it was seen to halve the bandwidth."""
+    used = system.proc("sys/net/ipv4/tcp_congestion_control")
+    if used != "bbr":
+        return ok("tcp-congestion", used or "not said")
+    advice = (
+        "it paces what it sends, which costs pages over tcp up to half of their bandwidth within a host or a rack: "
+        "sysctl net.ipv4.tcp_congestion_control=cubic, or `congctl cubic` on the routes between the nodes"
+    )
+    return warn("tcp-congestion", used, advice)
 
 
 def ports(system: System) -> Iterator[Check]:

@@ -130,6 +130,14 @@ def test_cpu_quota_is_found_in_either_version(plain, cgroup, folder, file, text)
     assert limits.cpu_quota(plain.system(affinity=frozenset({0}))).status is Status.OK
 
 
+def test_congestion_control(plain):
+    plain.write_proc("sys/net/ipv4/tcp_congestion_control", "cubic")
+    assert network.congestion_control(plain.system()).status is Status.OK
+    plain.write_proc("sys/net/ipv4/tcp_congestion_control", "bbr")
+    check = network.congestion_control(plain.system())
+    assert check.status is Status.WARN and "tcp_congestion_control=cubic" in check.advice
+
+
 def test_ipv6(plain):
     assert network.ipv6(plain.system()).found == "on"
     plain.write_proc("sys/net/ipv6/conf/all/disable_ipv6", "1")

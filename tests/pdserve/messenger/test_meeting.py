@@ -92,7 +92,7 @@ def test_no_slow_path_in_place_of_the_one_asked_for() -> None:
     """The refusal names the side that lacks it."""
     with pytest.raises(MeetingRefused, match=r"d0.*tcp"):
         WireWish("shm").choose(PREFILL, dataclasses.replace(DECODE, providers=("tcp",)))
-    with pytest.raises(MeetingRefused, match="d0.*pdserve doctor"):
+    with pytest.raises(MeetingRefused, match=r"d0.*pdserve doctor"):
         WireWish().choose(PREFILL, dataclasses.replace(DECODE, providers=()))
     with_gpus = [dataclasses.replace(card, host=card.node_id, gpus=True) for card in (PREFILL, DECODE)]
     with pytest.raises(MeetingRefused, match="allow_tcp"):
