@@ -30,6 +30,12 @@ class Outbox:
     messages_sent: int = 0
     messages_received: int = 0
     paths_lost: int = 0
+    links: list[Outgoing] = field(default_factory=list)
+
+    @property
+    def sending(self) -> int:
+        """Links that have transfers under way."""
+        return sum(link.busy for link in self.links)
 
     def deliver(self, counters: ImmediateCounters) -> None:
         """Counts the immediates and calls what is due: full counters first, then messages, then finished transfers."""
@@ -84,6 +90,7 @@ class Outgoing:
 
     def connect(self, here: tuple[int, ...], there: tuple[int, ...]) -> list[Path]:
         """Makes the paths between NICs on these rails; returns all of them."""
+        self._outbox.links.append(self)
         for pairs in pairings(here, there):
             self._pairings.append([self._paths.setdefault(pair, Path(pair)) for pair in pairs])
         return list(self._paths.values())
@@ -211,6 +218,8 @@ class Outgoing:
         if paths is None:
             for transfer in list(self._transfers):
                 self._finish(transfer)
+            if self in self._outbox.links:
+                self._outbox.links.remove(self)
 
     def _deal(self, transfer: TransferState, start: int, stop: int) -> None:
         """Blocks `start:stop` to the paths of this turn's pairing that are left, or to any that is."""

@@ -32,8 +32,8 @@ _ETIMEDOUT = 110
 FEW = 2
 """Up to so many completions are taken one by one."""
 _WRITE_BITS = abi.FI_WRITE | abi.FI_REMOTE_WRITE
-_SLICE_NS = 200_000
-"""How long a lane posts and reads by turns before the others have theirs."""
+_SLICE_NS = 1_000_000
+"""How long the lanes of all links that send post and read by turns before anything else is looked at."""
 _CALM_READS = 8
 """How often in a row the queue of a link that closes must be found empty."""
 _CALMING_S = 0.25
@@ -182,7 +182,8 @@ class Lane:
             if run is None:
                 break
             if long:
-                posted, code, drained = self.poster.stream(run, self._slots, most, self._slice_ns)
+                slice_ns = self._slice_ns // max(1, self._traffic.outbox.sending)
+                posted, code, drained = self.poster.stream(run, self._slots, most, slice_ns)
                 outgoing.posted(path, posted)
                 self._settle(drained)
             else:
