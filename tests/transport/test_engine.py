@@ -79,6 +79,35 @@ def test_what_other_threads_ask_is_done_by_the_poller(polled):
     assert polled.sender.stats()["links_open"] == 1
 
 
+def test_who_polls_may_wait_for_immediates(polled):
+    polled.receiver.immediates.arm(IMM, 100, lambda _: None)
+    with polled.receiver.polling() as poll:
+        assert not poll.wait(IMM, 1, 0.02)
+        for _ in range(5):
+            polled.write()
+        assert poll.wait(IMM, 5, TIMEOUT_S) and polled.receiver.immediates.received(IMM) == 5
+        with pytest.raises(KeyError, match="slot 77 is not armed"):
+            poll.wait(make_imm(77, 1), 1)
+
+
+def test_what_completes_while_the_caller_waits_has_completed_when_the_link_closes(polled):
+    link, remote = polled.sender.open_link(), polled.receiver.open_link()
+    link.connect(remote.address, window=8)
+    remote.connect(link.address, window=8)
+    here = np.zeros(4096, np.uint8)
+    back = link.expose(memory_of(here)).descriptor
+    there = remote.expose(memory_of(polled.target_bytes)).descriptor
+    polled.sender.immediates.arm(IMM, 1 << 40, lambda _: None)
+    with polled.sender.polling() as poll:
+        for number in range(1, 9):
+            polled.receiver.immediates.arm(make_imm(8, number), 1, lambda _: remote.immediate(back, IMM))
+            transfer = link.write(SingleWrite(polled.source, there, 256, 0, 0, make_imm(8, number)))
+            assert poll.wait(IMM, number, TIMEOUT_S)
+            polled.receiver.immediates.disarm(make_imm(8, number))
+        link.close()
+        assert transfer.done and transfer.error is None and transfer.completed == link.posted / 8 == 1
+
+
 def test_only_one_may_poll_and_none_may_close_meanwhile(polled):
     refused = []
 

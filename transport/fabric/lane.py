@@ -223,7 +223,8 @@ class Lane:
         if route.stalled_since is None or not alone:
             route.stalled_since = now
         elif now - route.stalled_since > self._traffic.stall_timeout_s:
-            self._traffic.outgoing.break_path(route.path, self._error(f"{call} (no connection)", _ETIMEDOUT))
+            failed = f"{call} (no connection within {self._traffic.stall_timeout_s:g} s: can this NIC reach its peer?)"
+            self._traffic.outgoing.break_path(route.path, self._error(failed, _ETIMEDOUT))
             route.stalled_since = None
 
     def _receive(self) -> None:

@@ -1,7 +1,7 @@
 """How long a worker rests: it spins briefly after something has moved, then blocks or looks from time to time.
 
-Where every queue has a descriptor that wakes (`tcp`, `tcp;ofi_rxm`, `verbs;ofi_rxm`), it blocks, and the safety net is
-a look every `_SURE_NS`. Where not (`shm`, `sockets`), the peer rings a doorbell (`transport.doorbell`), and it looks
+Where every queue has a descriptor that wakes (all but `shm`), it blocks, and the safety net is
+a look every `_SURE_NS`. Where not, the peer rings a doorbell (`transport.doorbell`), and it looks
 between sleeps that grow while nothing comes.
 
 Measured between two processes on two quiet cores, from the caller's write to the callback of the receiver's counter:

@@ -154,6 +154,7 @@ class Worker(worker.Worker[LinkEnd]):
     def _take_rest(self, queue: int, code: int) -> None:
         """The entries in the buffer first: a callback may have others read into it."""
         if queue >= 0:
+            self._take_kept()  # of a lane that this may close
             self._pump(*self._watched[queue], max(code, 0))
             self._call_back()
         for on_full, imm in self._counters.count(self._rest.imms):
