@@ -30,7 +30,7 @@ from pdserve.errors import ConfigError, PdserveError
 from pdserve.messenger.liveness import host_identity
 from pdserve.messenger.target import HandoffTrace
 from pdserve.messenger.wire import NodeCard
-from pdserve.messenger.wires import find_wires
+from pdserve.messenger.wires import find_wires, open_wire
 from pdserve.models.api import ModelConfig
 from pdserve.models.build import check_ranks
 from pdserve.models.load import load_model, model_dir, read_config
@@ -125,6 +125,12 @@ class Cluster:
             given = getattr(self.settings.transport, key)
             advice = f"; name another path, or leave transport.{key} out" if given else ""
             raise ConfigError(f"transport.{key}: {error}{advice}") from error
+        wanted = self.settings.transport
+        if wanted.nics is not None and wanted.provider != "auto":
+            try:
+                open_wire(wanted, wanted.provider).close()
+            except TransportError as error:
+                raise ConfigError(f"transport.nics: {error}") from error
 
     def _node_specs(self, deployment: Deployment) -> list[NodeSpec]:
         cores = cycle(sorted(os.sched_getaffinity(0)))

@@ -20,7 +20,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from actors.connect import joined_ray
 from actors.launch import launch
 from actors.placement import Placement, find_groups, in_bundle
-from pdserve.config import Settings, TransportSettings, load_settings
+from pdserve.config import ModelSettings, Settings, TransportSettings, load_settings
 from pdserve.errors import ClusterTooSmall, ConfigError, PdserveError
 from pdserve.types import FinishReason, GenerationRequest, NodeId, RequestId, SamplingParams
 from policies.placement import deployment_of
@@ -142,6 +142,12 @@ def test_a_launch_that_fails_gives_everything_back(raylets: Raylets, tiny_model:
         launch(broken, http=False)
     with joined_ray(raylets.address):
         assert_nothing_taken()
+
+
+def test_a_nic_that_is_not_there_is_named_before_anything_starts(tiny_model: Path) -> None:
+    wire = TransportSettings(provider="tcp", nics=["nosuch0"])
+    with pytest.raises(ConfigError, match=r"transport\.nics: tcp has no NIC 'nosuch0' on this machine; it has: "):
+        launch(Settings(model=ModelSettings(path=str(tiny_model)), transport=wire), http=False)
 
 
 def test_experts_are_asked_for_of_models_that_have_them(raylets: Raylets, tiny_model: Path) -> None:

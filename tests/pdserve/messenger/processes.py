@@ -14,7 +14,8 @@ from typing import Any
 from pdserve.messenger.wire import MeetCallback, MeetRequest, NodeCard
 from pdserve.types import Incarnation, NodeId, Role
 from tests.pdserve.engine.toy import ToyModel
-from tests.pdserve.messenger.pair import PATIENCE_S, SETTINGS, DecodeSide, PrefillSide, SteppedModel
+from tests.pdserve.messenger.pair import PATIENCE_S, SETTINGS, DecodeSide, PrefillSide
+from tests.pdserve.messenger.stepped import SteppedModel
 from transport.open import open_transport
 
 

@@ -17,15 +17,8 @@ from pdserve.messenger.slots import SlotTable
 from pdserve.messenger.wire import MeetReply, MeetRequest
 from pdserve.types import Incarnation, NodeId
 from tests.pdserve.engine.toy import eventually
-from tests.pdserve.messenger.pair import (
-    PATIENCE_S,
-    QUICK,
-    LayerGate,
-    Network,
-    PrefillSide,
-    SteppedModel,
-    loopback,
-)
+from tests.pdserve.messenger.pair import PATIENCE_S, QUICK, Network, PrefillSide, loopback
+from tests.pdserve.messenger.stepped import LayerGate, SteppedModel
 
 P0, P1 = NodeId("p0"), NodeId("p1")
 

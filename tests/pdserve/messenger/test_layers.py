@@ -11,7 +11,8 @@ from pdserve.messenger.mailbox import Mailbox
 from pdserve.messenger.wire import Accept
 from pdserve.types import NodeId, RequestId
 from tests.pdserve.engine.toy import eventually
-from tests.pdserve.messenger.pair import PATIENCE_S, Network, SteppedModel
+from tests.pdserve.messenger.pair import PATIENCE_S, Network
+from tests.pdserve.messenger.stepped import SteppedModel
 
 CHUNKS = (Chunk(RequestId("a"), 0, 8, True),)
 

@@ -10,13 +10,8 @@ import pytest
 from pdserve.messenger.wire import Accept, Done, HandoffRequest, Reject
 from pdserve.types import FinishReason, GenerationRequest
 from tests.pdserve.engine.toy import eventually
-from tests.pdserve.messenger.pair import (
-    DecodeSide,
-    LayerGate,
-    Network,
-    SteppedModel,
-    loopback,
-)
+from tests.pdserve.messenger.pair import DecodeSide, Network, loopback
+from tests.pdserve.messenger.stepped import LayerGate, SteppedModel
 from tests.pdserve.messenger.taps import drop
 from transport.api import Transport
 from transport.errors import ProviderUnavailable

@@ -15,14 +15,8 @@ from pdserve.messenger.wire import (
 )
 from pdserve.types import FinishReason, NodeId
 from tests.pdserve.engine.toy import Gate, ToyModel, eventually
-from tests.pdserve.messenger.pair import (
-    PATIENCE_S,
-    QUICK,
-    LayerGate,
-    Network,
-    SteppedModel,
-    loopback,
-)
+from tests.pdserve.messenger.pair import PATIENCE_S, QUICK, Network, loopback
+from tests.pdserve.messenger.stepped import LayerGate, SteppedModel
 from tests.pdserve.messenger.taps import Keep
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")

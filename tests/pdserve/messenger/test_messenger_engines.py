@@ -10,10 +10,8 @@ from pdserve.messenger.wire import (
     Quiesced,
 )
 from pdserve.types import NodeId
-from tests.pdserve.messenger.pair import (
-    Network,
-    SteppedModel,
-)
+from tests.pdserve.messenger.pair import Network
+from tests.pdserve.messenger.stepped import SteppedModel
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
 

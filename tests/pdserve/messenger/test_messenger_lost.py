@@ -14,15 +14,8 @@ from pdserve.messenger.wire import (
 )
 from pdserve.types import NodeId
 from tests.pdserve.engine.toy import eventually, make_request
-from tests.pdserve.messenger.pair import (
-    PATIENCE_S,
-    QUICK,
-    DecodeSide,
-    LayerGate,
-    Network,
-    SteppedModel,
-    loopback,
-)
+from tests.pdserve.messenger.pair import PATIENCE_S, QUICK, DecodeSide, Network, loopback
+from tests.pdserve.messenger.stepped import LayerGate, SteppedModel
 from transport.errors import BacklogFull, TransportError
 from transport.open import open_transport
 

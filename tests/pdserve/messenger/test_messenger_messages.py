@@ -18,13 +18,8 @@ from pdserve.messenger.wire import (
 )
 from pdserve.types import NodeId
 from tests.pdserve.engine.toy import eventually
-from tests.pdserve.messenger.pair import (
-    PATIENCE_S,
-    QUICK,
-    Network,
-    SteppedModel,
-    loopback,
-)
+from tests.pdserve.messenger.pair import PATIENCE_S, QUICK, Network, loopback
+from tests.pdserve.messenger.stepped import SteppedModel
 from tests.pdserve.messenger.taps import Keep, drop
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")

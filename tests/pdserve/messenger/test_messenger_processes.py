@@ -13,15 +13,9 @@ import pytest
 
 from pdserve.types import NodeId, Role
 from tests.pdserve.engine.toy import eventually
-from tests.pdserve.messenger.pair import (
-    PATIENCE_S,
-    SETTINGS,
-    DecodeSide,
-    LayerGate,
-    PrefillSide,
-    SteppedModel,
-)
+from tests.pdserve.messenger.pair import PATIENCE_S, SETTINGS, DecodeSide, PrefillSide
 from tests.pdserve.messenger.processes import Line, decode_process, prefill_process, started
+from tests.pdserve.messenger.stepped import LayerGate, SteppedModel
 from transport.open import open_transport
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
