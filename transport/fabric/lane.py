@@ -280,7 +280,7 @@ class Lane:
 
     def take_own(self, context: int) -> None:
         """The write with this context has completed."""
-        if (ticket := self._slots.release(context)) is not None:
+        if not self.closed and (ticket := self._slots.release(context)) is not None:
             self._traffic.outgoing.completed_of(ticket, 1)
 
     def take_few(self, count: int) -> bool:

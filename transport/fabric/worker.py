@@ -69,6 +69,7 @@ class Worker(worker.Worker[LinkEnd]):
         return end
 
     def _expose(self, end: LinkEnd, memory: Memory) -> tuple[int, tuple[bytes, ...]]:
+        self._take_kept()
         try:
             return end.expose(memory)
         finally:
@@ -114,6 +115,7 @@ class Worker(worker.Worker[LinkEnd]):
         return moved
 
     def _pump(self, end: LinkEnd, lane: Lane, entries: int = 0) -> bool:
+        self._take_kept()  # of a lane that this may close
         try:
             moved = end.pump(lane, entries)
         except Exception as error:
@@ -139,10 +141,19 @@ class Worker(worker.Worker[LinkEnd]):
             self._take_rest(queue, code)
 
     def _look_for(self, imm: Imm, count: int) -> None:
-        counters = self._counters
+        try:
+            self._look(imm, count)
+        except BaseException as error:  # what was read may be lost: see `_poll`
+            self._fault = error
+            raise
+
+    def _look(self, imm: Imm, count: int) -> None:
+        counters, outbox = self._counters, self.outbox
         self._take_kept()
-        if self.outbox.finished or self._closing.ended:
+        if outbox.imms or outbox.messages or outbox.finished or self._closing.ended:
             self._call_back()
+            if counters.received(imm) >= count:
+                return
         if self._closing.lingering or any(end.stirred for end in self._ends) or not self.inbox.begin_rest():
             self._poll()
             return
@@ -153,11 +164,11 @@ class Worker(worker.Worker[LinkEnd]):
 
     def _take_rest(self, queue: int, code: int) -> None:
         """The entries in the buffer first: a callback may have others read into it."""
+        imms, self._rest.imms = self._rest.imms, []  # a callback may poll
         if queue >= 0:
-            self._take_kept()  # of a lane that this may close
             self._pump(*self._watched[queue], max(code, 0))
             self._call_back()
-        for on_full, imm in self._counters.count(self._rest.imms):
+        for on_full, imm in self._counters.count(imms):
             guarded(on_full, imm)
 
     def _pause(self) -> Pause:
