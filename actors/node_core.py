@@ -138,7 +138,7 @@ class NodeCore:
     def _start_ranks(self) -> tuple[Sequence[Model], Sequence[KvMemory]]:
         try:
             self.ranks = ranks = self._meet_ranks()
-        except RankLost as error:
+        except Exception as error:
             # Ray gives an actor up for good when its constructor raises; one that is back after a loss tries again.
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 time.sleep(RESTART_PAUSE_S)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 import ray
 from ray._private.state import available_resources_per_node  # Ray's public interface has only the cluster's sum
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -76,9 +78,10 @@ class Placement:
 
     def close(self) -> None:
         """Idempotent."""
-        for group in self._groups.values():
-            remove_placement_group(group)
-        self._groups = {}
+        groups, self._groups = self._groups, {}
+        for group in groups.values() if ray.is_initialized() else ():
+            with suppress(RayError):  # the cluster is gone, and its groups with it
+                remove_placement_group(group)
 
     def __enter__(self) -> Self:
         return self

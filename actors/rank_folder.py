@@ -9,6 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from pdserve.errors import ConfigError
+
 _PREFIX = "pdserve-ranks-"
 
 
@@ -20,7 +22,14 @@ class RankFolder:
         _remove_leftovers(Path(parent))
         while True:
             self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-            lock = _lock(self.path)
+            try:
+                lock = _lock(self.path)
+            except OSError as error:
+                shutil.rmtree(self.path, ignore_errors=True)
+                raise ConfigError(
+                    f"the ranks of a node meet in a folder that they lock, and {parent} does not serve for that "
+                    f"({error.strerror}): set TMPDIR to a local path on this host"
+                ) from error
             if lock is not None:  # else another start has taken it for a leftover before it was locked
                 self._lock = lock
                 return
@@ -34,17 +43,23 @@ class RankFolder:
 
 
 def _lock(folder: str | Path) -> int | None:
-    """A descriptor that holds the lock of a folder for as long as it is open; None if that is taken, or no folder."""
+    """A descriptor that holds the lock of a folder for as long as it is open; None if that is taken, or no folder.
+
+    Raises OSError where folders cannot be locked, or nothing can be opened.
+    """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_nlink:  # it has not been removed meanwhile
             return fd
-    except OSError:
+    except BlockingIOError:
         pass
+    except OSError:
+        os.close(fd)
+        raise
     os.close(fd)
     return None
 

@@ -255,4 +255,4 @@ class Worker(ABC, Generic[E]):
 
     def _fail_all(self, ends: Sequence[E]) -> None:
         for end in ends:
-            self._end(end, self.error)
+            attempted(partial(self._end, end, self.error), "closing a link")

@@ -21,12 +21,14 @@ def load_settings(path: str | Path | None = None, overrides: Mapping[str, Any] |
     """Settings from a YAML file (or the defaults), with dotted overrides such as `{"engine.dtype": "fp32"}`.
 
     A number of nodes overrides the count alone: what the file says of their ranks stays. Overrides that ask for nodes
-    of one sort set aside the file's nodes of the other, so that `deployment.colocated` can be asked of any file.
-    Raises ConfigError with one line that holds every fault.
+    of one sort set aside the file's nodes of the other, so that `deployment.colocated` can be asked of any file; a
+    preset sets aside all of the file's nodes. Raises ConfigError with one line that holds every fault.
     """
     overrides = dict(_counts_spelled_out(overrides or {}))
     tree = _read_tree(Path(path)) if path is not None else {}
     _set_aside_other_sort(tree, overrides)
+    if overrides.get("deployment.preset") and isinstance(tree.get("deployment"), dict):
+        tree["deployment"] = {key: value for key, value in tree["deployment"].items() if key not in KINDS}
     for dotted, value in overrides.items():
         _put(tree, dotted, value)
     try:

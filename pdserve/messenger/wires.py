@@ -38,7 +38,7 @@ def find_wires(settings: TransportSettings) -> Wires:
         library = load_libfabric(settings.libfabric)
         providers = available(library)
     except LibraryMissing:
-        if settings.provider != "auto" or not _has_ucx(settings):
+        if settings.provider != "auto" or settings.libfabric is not None or not _has_ucx(settings):
             raise
         return Wires(("ucx",))
     found = _allowed(rdma_nics(library), settings.nics)

@@ -140,7 +140,8 @@ def check_ranks(config: ModelConfig, tp: int) -> None:
     """Raises ModelError where `tp` ranks cannot share the model's heads."""
     if config.heads % tp:
         raise ModelError(
-            f"{config.name} has {config.heads} heads, which {tp} tensor-parallel ranks cannot share evenly"
+            f"{config.name} has {config.heads} heads, which {tp} tensor-parallel ranks cannot share evenly: "
+            f"choose a tp that divides {config.heads}"
         )
     try:
         rank_kv_heads(config, tp)

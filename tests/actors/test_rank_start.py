@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from actors.names import node_of, replica_address, replica_in
 from actors.node_core import NodeSpec
 from actors.rank_folder import RankFolder
 from pdserve.config import load_settings
-from pdserve.errors import PdserveError
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.parallel.gloo import RankLayout
 from pdserve.types import NodeId, Role
 from tests.actors.conftest import TINY_ENGINE, eventually
@@ -69,6 +70,18 @@ def test_a_folder_of_a_leader_that_was_killed_is_removed_by_the_next_one(tmp_pat
     for folder in (first, second, first):
         folder.close()
     assert list(tmp_path.iterdir()) == [Path(other)]
+
+
+def test_a_folder_that_cannot_be_locked_is_no_reason_to_try_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("actors.rank_folder.fcntl.flock", refuse)
+    with pytest.raises(ConfigError, match=r"No locks available.*set TMPDIR to a local path"):
+        RankFolder(str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_addresses_of_replicas() -> None:

@@ -213,7 +213,7 @@ def test_the_command_line_can_ask_the_baseline_of_any_file(
         ("deployment:\n  decode:\n", {"decode.tp": 2, "prefill": 2}, [(2, 1, 1, False), (1, 2, 1, False)]),
         ("deployment: {preset: r1-dp}", {}, [(3, 8, 1, True), (1, 1, 8, True)]),
         ("deployment: {preset: r1-dp, decode: 2}", {"prefill.ep": False}, [(3, 8, 1, False), (2, 1, 8, True)]),
-        ("deployment: {decode: {tp: 4}}", {"preset": "qwen-tp"}, [(1, 8, 1, False), (3, 4, 1, False)]),
+        ("deployment: {decode: {tp: 4}}", {"preset": "qwen-tp"}, [(1, 8, 1, False), (3, 8, 1, False)]),
         ("deployment: {preset: qwen-tp}", {"preset": "local"}, [(1, 1, 1, False), (1, 1, 1, False)]),
     ],
 )
@@ -263,6 +263,14 @@ def test_malformed_overrides_are_refused(text: str) -> None:
 
 def test_pages_round_up() -> None:
     assert EngineSettings(kv_cache_tokens=4097, page_size=32).pages == 129
+
+
+def test_a_preset_asked_for_sets_aside_the_nodes_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.yaml"
+    file.write_text("deployment: {prefill: {count: 5, gpus: 2}, decode: 7, pin_cores: true}")
+    asked = {"deployment.preset": "local", "deployment.decode": 2}
+    found = load_settings(file, asked).deployment
+    assert found == load_settings(None, {**asked, "deployment.pin_cores": True}).deployment
 
 
 scalars = st.none() | st.booleans() | st.integers(-5, 70_000) | st.floats() | st.text(max_size=5)

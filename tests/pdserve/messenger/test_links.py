@@ -22,7 +22,7 @@ from tests.pdserve.messenger.pair import (
     PrefillSide,
     loopback,
 )
-from transport.errors import BacklogFull, LinkClosed, TransportError
+from transport.errors import BacklogFull, LibraryMissing, LinkClosed, TransportError
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
 
@@ -187,6 +187,8 @@ def test_the_wires_of_this_machine() -> None:
     wires = find_wires(TransportSettings())
     assert "tcp" in wires.providers and set(wires.rdma) <= set(wires.providers)
     assert find_wires(TransportSettings(provider="ucx")).providers == ("ucx",)
+    with pytest.raises(LibraryMissing, match=r"/no/such\.so"):
+        find_wires(TransportSettings(libfabric="/no/such.so"))  # one that is named is not done without
 
 
 def test_named_nics_do_not_keep_a_host_from_its_shared_memory() -> None:
